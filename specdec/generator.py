@@ -1,0 +1,332 @@
+"""`SpeculativeGenerator`: `generate()` with the signature and results of `model.generate`, by speculative rounds.
+
+transformers prepares the call (arguments, processors, criteria, lengths, cache) through `custom_generate=`; the
+rounds run on what it prepared. `generate` folds over `rounds`, so the two can never disagree.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from specdec import control, drafters, trees, verify
+from specdec import rounds as loop
+from specdec.errors import UnsupportedError
+from specdec.hf import arguments, compat, support
+from specdec.hf.ledger import TokenLedger
+from specdec.hf.records import Records
+from specdec.hf.target import ModelTarget
+from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
+from specdec.stats import GenerationStats
+from specdec.types import Round
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """One prepared call: what transformers resolved, bound to the parts that will serve it."""
+
+    target: ModelTarget
+    ledger: TokenLedger
+    records: Records
+    config: GenerationConfig
+    prompt: Tensor
+    streamer: Any
+    verifier: Verifier
+    nodes: int
+    generator: torch.Generator | None
+
+
+class SpeculativeGenerator:
+    """Wraps a causal language model; `generate` returns what `model.generate` returns, in fewer target forwards.
+
+    Args:
+        model: a decoder-only transformers model with attention layers.
+        drafter: where proposals come from; None is prompt lookup, which needs no second model.
+        tree: which nodes to draft; None is a best-first tree of 15 nodes.
+        verifier: how the target decides; None picks a lossless rule that fits the tree and `do_sample`.
+        cache: reserved for key/value codecs; only None so far.
+        tokenizer: for `stop_strings`; may also be given per call.
+        controller: how much to draft each round; None always drafts the full tree. `control.Goodput()` measures
+            and drafts only what pays.
+
+    Raises:
+        UnsupportedError: if the model or the combination of parts cannot be served exactly.
+
+    Example:
+        >>> import torch
+        >>> from specdec import SpeculativeGenerator, drafters, trees
+        >>> from specdec.testing import tiny_model
+        >>> model = tiny_model("llama")
+        >>> generator = SpeculativeGenerator(model, drafter=drafters.PromptLookupDrafter(), tree=trees.Chain(4))
+        >>> prompt = torch.tensor([[5, 6, 7, 5, 6]])
+        >>> ids = generator.generate(prompt, max_new_tokens=8, do_sample=False)
+        >>> bool((ids == model.generate(prompt, max_new_tokens=8, do_sample=False)).all())
+        True
+        >>> generator.stats.new_tokens
+        8
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter | None = None,
+        tree: TreeBuilder | None = None,
+        verifier: Verifier | None = None,
+        cache: None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        controller: Controller | None = None,
+    ) -> None:
+        """Checks the parts; runs nothing."""
+        support.check_model(model)
+        if cache is not None:
+            raise UnsupportedError(f"cache={cache!r}: key/value codecs are not available yet; pass None.")
+        self.model = model
+        self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
+        self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
+        self.verifier = verifier
+        self.tokenizer = tokenizer
+        self.controller: Controller = controller if controller is not None else control.Always()
+        if verifier is not None:
+            verifier.check(self.tree)
+        self.stats = GenerationStats()
+        self._generate: Callable[..., Any] = _plain_generate(model)
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        prefix_allowed_tokens_fn: Any = None,
+        synced_gpus: bool | None = None,
+        assistant_model: Any = None,
+        streamer: Any = None,
+        negative_prompt_ids: Tensor | None = None,
+        negative_prompt_attention_mask: Tensor | None = None,
+        custom_generate: Any = None,
+        *,
+        num_draft_tokens: int | None = None,
+        generator: torch.Generator | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Same arguments, results and errors as `model.generate`, plus two of its own.
+
+        Args:
+            inputs: prompt ids `[batch, seq]`; or `input_ids=...`, or `inputs_embeds=...`.
+            generation_config: as in `model.generate`, like the arguments after it.
+            logits_processor: extra processors; each runs once per committed token with the true prefix.
+            stopping_criteria: extra criteria; each is asked once per committed token with the true prefix.
+            prefix_allowed_tokens_fn: constrains tokens by the true prefix.
+            synced_gpus: refused when True.
+            assistant_model: refused; give the generator a drafter.
+            streamer: gets the prompt, then one token at a time, then `end()`.
+            negative_prompt_ids: for `guidance_scale`.
+            negative_prompt_attention_mask: for `guidance_scale`.
+            custom_generate: refused.
+            num_draft_tokens: tree budget of this call, at most the tree's own; 0 drafts nothing.
+            generator: source of randomness for draws; None is torch's default.
+            **kwargs: everything else `model.generate` takes (`specdec.hf.arguments.ARGUMENTS` lists all).
+
+        Returns:
+            `[batch, seq]` token ids, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate=True`.
+
+        Raises:
+            UnsupportedError: for an argument that cannot be served, before any forward pass.
+        """
+        request = self._prepare(
+            inputs,
+            num_draft_tokens=num_draft_tokens,
+            generator=generator,
+            generation_config=generation_config,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            synced_gpus=synced_gpus,
+            assistant_model=assistant_model,
+            streamer=streamer,
+            negative_prompt_ids=negative_prompt_ids,
+            negative_prompt_attention_mask=negative_prompt_attention_mask,
+            custom_generate=custom_generate,
+            **kwargs,
+        )
+        for _ in self._run(request):
+            pass
+        return self._result(request)
+
+    def rounds(self, inputs: Tensor | None = None, **kwargs: Any) -> Iterator[Round]:
+        """The same loop, opened: yields every `Round` as it is committed. Takes the arguments of `generate`.
+
+        Arguments are checked at once; the model first runs when the iterator is first advanced.
+        """
+        return self._run(self._prepare(inputs, **kwargs))
+
+    def attach(self) -> contextlib.ExitStack:
+        """Makes `model.generate` itself speculative, until `detach()` or the end of a `with` block.
+
+        Pipelines, evaluation harnesses and trainers that call `model.generate` then use it unchanged.
+
+        Example:
+            >>> import torch
+            >>> from specdec import SpeculativeGenerator
+            >>> from specdec.testing import tiny_model
+            >>> model = tiny_model("llama")
+            >>> generator = SpeculativeGenerator(model)
+            >>> with generator.attach():
+            ...     ids = model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4)
+            >>> generator.stats.new_tokens
+            4
+        """
+        if "generate" in vars(self.model):
+            raise UnsupportedError("model.generate is already replaced on this object; detach the other one first.")
+        vars(self.model)["generate"] = self.generate
+        undo = contextlib.ExitStack()
+        undo.callback(self.detach)
+        return undo
+
+    def detach(self) -> None:
+        """Gives the model its own `generate` back; does nothing if it has it."""
+        if vars(self.model).get("generate") == self.generate:
+            del vars(self.model)["generate"]
+
+    def _prepare(
+        self,
+        inputs: Tensor | None,
+        *,
+        num_draft_tokens: int | None = None,
+        generator: torch.Generator | None = None,
+        streamer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        **kwargs: Any,
+    ) -> Request:
+        """Lets transformers resolve the call and binds what it resolved; runs nothing."""
+        arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config)
+        kwargs.pop("custom_generate", None)
+        nodes = self.tree.nodes if num_draft_tokens is None else num_draft_tokens
+        if not 0 <= nodes <= self.tree.nodes:
+            raise UnsupportedError(
+                f"num_draft_tokens={num_draft_tokens} is outside 0..{self.tree.nodes}, the budget of {self.tree!r}."
+            )
+        kwargs = self._with_stop_strings(kwargs, tokenizer if tokenizer is not None else self.tokenizer)
+
+        def bind(
+            model: PreTrainedModel,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: Any,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Request:
+            arguments.check_model_inputs(model_kwargs)
+            config, drafting = generation_config, nodes > 0
+            target = ModelTarget(
+                model,
+                input_ids,
+                model_kwargs=model_kwargs,
+                generation_config=config,
+                feature_layers=self.drafter.feature_layers if drafting else (),
+            )
+            records = Records(
+                batch=input_ids.shape[0],
+                scores=bool(config.return_dict_in_generate and config.output_scores),
+                logits=bool(config.return_dict_in_generate and config.output_logits),
+                hidden_states=bool(config.return_dict_in_generate and config.output_hidden_states),
+                attentions=bool(config.return_dict_in_generate and config.output_attentions),
+            )
+            verifier = self.verifier
+            if verifier is None:
+                verifier = verify.default_verifier(self.tree, do_sample=bool(config.do_sample))
+            mask = model_kwargs.get("attention_mask")
+            ledger = TokenLedger(
+                input_ids,
+                prompt_mask=mask[:, -input_ids.shape[1] :].bool() if mask is not None and input_ids.shape[1] else None,
+                processors=logits_processor,
+                criteria=stopping_criteria,
+                max_length=int(stopping_criteria.max_length),
+                do_sample=bool(config.do_sample),
+                temperature=1.0 if config.temperature is None else float(config.temperature),
+                pad_token=compat.pad_token(config),
+                records=records,
+                on_token=None if streamer is None else lambda column: streamer.put(column.cpu()),
+                attention_columns=target.plain_columns if records.attentions else None,
+                generator=generator,
+            )
+            ledger.check_verifier(verifier.stepwise)
+            return Request(
+                target=target,
+                ledger=ledger,
+                records=records,
+                config=config,
+                prompt=input_ids,
+                streamer=streamer,
+                verifier=verifier,
+                nodes=nodes,
+                generator=generator,
+            )
+
+        request: Request = self._generate(inputs, custom_generate=bind, **kwargs)
+        return request
+
+    def _with_stop_strings(self, kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+        """Turns stop strings into a criterion here, since transformers does not hand the tokenizer on to us."""
+        sources = (kwargs.get("generation_config"), self.model.generation_config)
+        strings = kwargs.get("stop_strings")
+        for source in sources:
+            strings = strings if strings is not None else getattr(source, "stop_strings", None)
+        if strings is None or tokenizer is None:
+            return kwargs
+        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+        # As for all criteria, one of the caller's own stands in for the one made from the argument.
+        if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+        return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
+
+    @torch.no_grad()
+    def _run(self, request: Request) -> Iterator[Round]:
+        """Runs the rounds of a request and keeps its statistics."""
+        self.stats = GenerationStats()
+        if request.streamer is not None:
+            request.streamer.put(request.prompt.cpu())
+        for round in loop.rounds(
+            request.target,
+            self.drafter,
+            self.tree,
+            request.verifier,
+            request.ledger,
+            self.controller,
+            nodes=request.nodes,
+            generator=request.generator,
+        ):
+            self.stats.record(round)
+            yield round
+        if request.streamer is not None:
+            request.streamer.end()
+
+    def _result(self, request: Request) -> Any:
+        """What `model.generate` returns for this request."""
+        sequences = request.ledger.sequences()
+        if not request.config.return_dict_in_generate:
+            return sequences
+        cache = request.target.cache.to_dynamic(self.model.config) if request.config.use_cache else None
+        make: Any = GenerateDecoderOnlyOutput  # its annotations promise less than plain generate returns
+        return make(
+            sequences=sequences,
+            scores=request.records.output_scores(),
+            logits=request.records.output_logits(),
+            attentions=request.records.output_attentions(),
+            hidden_states=request.records.output_hidden_states(),
+            cache=cache,
+        )
+
+
+def _plain_generate(model: Any) -> Callable[..., Any]:
+    """The model's own `generate`, also while another generator is attached to it."""
+    owner = getattr(model.generate, "__self__", None)
+    plain: Callable[..., Any] = owner._generate if isinstance(owner, SpeculativeGenerator) else model.generate
+    return plain

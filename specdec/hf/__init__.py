@@ -1,0 +1,5 @@
+"""Everything that knows transformers: the target, its cache and masks, the ledger, the table of arguments."""
+
+from specdec.hf.target import ModelTarget, open_model
+
+__all__ = ["ModelTarget", "open_model"]

@@ -1,0 +1,157 @@
+"""What happens to every argument of `generate`: the table that the code obeys and the documentation prints.
+
+Every field of `GenerationConfig` and every parameter of `generate` has a row; a test fails when transformers adds
+one that has none. A refused argument is refused by name, before any forward pass, when it has a value that would
+change the result.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transformers import GenerationConfig
+
+from specdec.errors import UnsupportedError
+
+
+def _given(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _more_than_one(value: Any) -> bool:
+    return value is not None and value != 1
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument: its name, whether it is `supported`, `refused` or `inert`, and what a user should know.
+
+    `inert` arguments belong to modes that are refused or to features that need another argument first; on their own
+    they change nothing in plain `generate` either. `refused_if` says for which values a refusal is due.
+    """
+
+    name: str
+    status: Literal["supported", "refused", "inert"]
+    note: str
+    refused_if: Callable[[Any], bool] = _given
+
+
+def _supported(names: str, note: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "supported", note) for name in names.split())
+
+
+def _inert(names: str, note: str) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "inert", note) for name in names.split())
+
+
+def _refused(names: str, note: str, refused_if: Callable[[Any], bool] = _given) -> tuple[Argument, ...]:
+    return tuple(Argument(name, "refused", note, refused_if) for name in names.split())
+
+
+ARGUMENTS: tuple[Argument, ...] = (
+    *_supported("inputs input_ids attention_mask position_ids token_type_ids", "as in generate; left padding"),
+    *_supported("inputs_embeds", "prompt as embeddings; drafters see generated tokens only unless ids are given too"),
+    *_supported("generation_config", "as in generate"),
+    *_supported("logits_processor prefix_allowed_tokens_fn", "called once per committed token with the true prefix"),
+    *_supported("stopping_criteria", "called once per committed token with the true prefix"),
+    *_supported("streamer", "one put per token; end() once"),
+    *_supported("tokenizer", "for stop_strings; the one given to the generator is the default"),
+    *_supported("generator", "a torch.Generator for every draw; not in model.generate"),
+    *_supported("num_draft_tokens", "tree budget of this call, 0 switches drafting off; not in model.generate"),
+    *_supported("max_length max_new_tokens min_length min_new_tokens max_time", "as in generate, per token"),
+    *_supported("stop_strings eos_token_id pad_token_id bos_token_id", "as in generate, per token"),
+    *_supported(
+        "do_sample temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff", "applied at each node"
+    ),
+    *_supported(
+        "repetition_penalty encoder_repetition_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+        "renormalize_logits forced_bos_token_id forced_eos_token_id remove_invalid_values "
+        "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens sequence_bias",
+        "applied at each node with that node's own prefix",
+    ),
+    *_supported(
+        "watermarking_config guidance_scale negative_prompt_ids negative_prompt_attention_mask",
+        "processors with state of their own run once per committed token; only with step-wise verifiers",
+    ),
+    *_supported("num_return_sequences", "as in generate"),
+    *_supported(
+        "output_scores output_logits return_dict_in_generate", "one entry per new token, shaped as in generate"
+    ),
+    *_supported("output_hidden_states output_attentions", "shaped as in generate"),
+    *_supported("use_cache", "verification always keeps a cache of its own; False only means that none is returned"),
+    *_supported(
+        "cache past_key_values", "a DynamicCache to continue from is copied, never changed; the grown one is returned"
+    ),
+    *_supported("prefill_chunk_size", "as in generate"),
+    *_refused(
+        "cache_implementation cache_config max_cache_len",
+        "give cache= to the generator instead; the cache must be able to drop rejected nodes",
+        # "hybrid" is what older checkpoints of sliding models ask for; generate drops it.
+        lambda value: value not in (None, "dynamic", "hybrid"),
+    ),
+    *_refused("num_beams", "beam search keeps several hypotheses; use model.generate", _more_than_one),
+    *_refused(
+        "num_beam_groups constraints force_words_ids",
+        "beam search; use model.generate",
+        lambda value: value not in (None, 1),
+    ),
+    *_refused("penalty_alpha dola_layers low_memory", "decoding methods that re-rank with other forwards"),
+    *_refused("assistant_model assistant_tokenizer", "give the generator drafter=drafters.ModelDrafter(assistant)"),
+    *_refused("prompt_lookup_num_tokens", "give the generator drafter=drafters.PromptLookupDrafter()"),
+    *_refused("assistant_early_exit use_mtp speculation_type", "give the generator a drafter instead"),
+    *_refused("token_healing", "call model.heal_tokens(input_ids, tokenizer) first and pass its result"),
+    *_refused("custom_generate", "the loop is this library's own"),
+    *_refused("synced_gpus", "ranks would commit different numbers of tokens per forward"),
+    *_refused("is_assistant", "an assistant inside transformers' own assisted decoding"),
+    *_refused("continuous_batching_config", "use model.generate_batch"),
+    *_inert("early_stopping length_penalty diversity_penalty", "beam search only"),
+    *_inert(
+        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_lookbehind "
+        "target_lookbehind assistant_ensemble_weight max_matching_ngram_size",
+        "transformers' own assisted decoding only; see the drafters' arguments",
+    ),
+    *_inert("compile_config disable_compile", "generate compiles static caches only"),
+    *_inert("decoder_start_token_id", "encoder-decoders only"),
+    *_inert("trust_remote_code", "only used by custom_generate repositories"),
+    *_inert("transformers_version", "bookkeeping"),
+)
+
+_MODEL_INPUTS = frozenset(
+    "attention_mask position_ids token_type_ids inputs_embeds cache use_cache logits_to_keep output_hidden_states "
+    "output_attentions labels".split()
+)
+"""Inputs of a model's forward that `generate` may hand on; `labels` it never does."""
+
+_REFUSED = tuple(argument for argument in ARGUMENTS if argument.status == "refused")
+
+
+def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None) -> None:
+    """Raises `UnsupportedError` for an argument that cannot be served; the message says what to do.
+
+    Args:
+        arguments: what the caller passed by name.
+        configs: where other values come from; as in `generate`, the first that is not None counts.
+    """
+    for argument in _REFUSED:
+        values = [getattr(config, argument.name, None) for config in configs]
+        if argument.name in arguments:
+            values = [arguments[argument.name]]
+        value = next((value for value in values if value is not None), None)
+        if argument.refused_if(value):
+            _refuse(argument, value)
+
+
+def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
+    """Raises `UnsupportedError` for an input of the model's forward that the verify forwards would not get."""
+    for name, value in model_kwargs.items():
+        if value is not None and name not in _MODEL_INPUTS:
+            raise UnsupportedError(
+                f"{name}= is handed to the model's forward by generate, but not supported by SpeculativeGenerator, "
+                f"which serves {', '.join(sorted(_MODEL_INPUTS))}. Use model.generate for this call."
+            )
+
+
+def _refuse(argument: Argument, value: Any) -> None:
+    shown = repr(value)
+    shown = shown if len(shown) < 60 else type(value).__name__
+    raise UnsupportedError(f"{argument.name}={shown} is not supported by SpeculativeGenerator: {argument.note}.")

@@ -1,0 +1,267 @@
+"""A key/value cache whose rows have lengths of their own, with the drafted rows behind the committed ones.
+
+Every layer holds one preallocated buffer `[batch, kv_heads, slots, dim]`. Row b has `lengths[b]` committed slots;
+the nodes of a tree are written at the slots that follow, row by row, and are visible to nobody else. Keeping an
+accepted path moves at most as many slots as the tree has nodes; dropping the rest moves nothing. Nothing past
+`lengths[b]` plus the current tree is ever read, and buffers start as zeros, so what lies there is finite.
+
+Sliding layers show only the slots that some row's window can still reach, and give up the others when the buffer
+would have to grow.
+"""
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from specdec.errors import UnsupportedError
+from specdec.hf import compat
+
+GROWTH = 256
+"""Slots added at least when a buffer grows; growth copies, so it must be rare."""
+
+_LOADABLE = (compat.DynamicLayer, compat.DynamicSlidingWindowLayer)
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "dummy"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WritePlan:
+    """Where the rows of one forward go: `start` slots per batch row, as one number if all rows agree."""
+
+    starts: Int[Tensor, " batch"]
+    start: int | None
+    shortest: int
+    rows: int
+    end: int
+
+    def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Batch index and slot index of every written row, for layers on `device`."""
+        slots = self.starts.to(device)[:, None] + torch.arange(self.rows, device=device)
+        return torch.arange(slots.shape[0], device=device)[:, None], slots
+
+
+class RowLayer(compat.CacheLayerMixin):
+    """One attention layer's keys and values. Lengths and write plans belong to the `RowCache` that owns it."""
+
+    is_croppable = True
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, sliding_window: int | None = None) -> None:
+        """Creates an empty layer; `sliding_window` counts positions, the query's own included."""
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.plan: WritePlan | None = None
+        self.filled = 0
+        self.base = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates on the device and in the dtype of the first keys and values."""
+        self.device = key_states.device
+        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        self.is_initialized = True
+
+    def first_visible(self, length: int) -> int:
+        """First slot that a query right after `length` committed slots can see."""
+        return self.base if self.sliding_window is None else max(self.base, length - self.sliding_window + 1)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes the new rows and returns the slots that the attention of this forward may see."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        plan = self.plan
+        start: int | None
+        if plan is None:
+            # Prompt: all rows are equally long, and each chunk follows the one before.
+            start, shortest, end = self.filled, self.filled, self.filled + key_states.shape[-2]
+            self.filled = end
+        else:
+            start, shortest, end = plan.start, plan.shortest, plan.end
+        visible = self.first_visible(shortest)
+        self._reserve(key_states, value_states, visible, end)
+        if start is not None:
+            self.keys[:, :, start - self.base : end - self.base] = key_states
+            self.values[:, :, start - self.base : end - self.base] = value_states
+        else:
+            rows, slots = cast(WritePlan, plan).index(self.device)
+            self.keys[rows, :, slots - self.base] = key_states.transpose(1, 2)
+            self.values[rows, :, slots - self.base] = value_states.transpose(1, 2)
+        shown = slice(visible - self.base, end - self.base)
+        return self.keys[:, :, shown], self.values[:, :, shown]
+
+    def _reserve(self, key_states: Tensor, value_states: Tensor, visible: int, end: int) -> None:
+        """Makes room up to slot `end`, dropping slots before `visible` on a sliding layer."""
+        if end - self.base <= self.keys.shape[-2]:
+            return
+        held = self.keys.shape[-2] + self.base
+        capacity = end - visible + max(GROWTH, (end - visible) // 4)
+        for name, new in (("keys", key_states), ("values", value_states)):
+            old = getattr(self, name)
+            buffer = new.new_zeros(*new.shape[:2], capacity, new.shape[-1])
+            if held > visible:
+                buffer[:, :, : held - visible] = old[:, :, visible - self.base :]
+            setattr(self, name, buffer)
+        self.base = visible
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copies slots `source` to slots `target`, per batch row; reads everything before it writes."""
+        rows, source, target = (index.to(self.device) for index in (rows, source - self.base, target - self.base))
+        self.keys[rows, :, target] = self.keys[rows, :, source]
+        self.values[rows, :, target] = self.values[rows, :, source]
+
+    def load(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Copies the last slots of another cache, which has seen `length` tokens."""
+        self.lazy_initialization(keys, values)
+        self.base = length - keys.shape[-2]
+        self._reserve(keys, values, self.base, length)
+        self.keys[:, :, : keys.shape[-2]] = keys
+        self.values[:, :, : values.shape[-2]] = values
+        self.filled = length
+
+    def dense(self, length: int) -> tuple[Tensor, Tensor]:
+        """A copy of the first `length` slots, or of those the window keeps."""
+        first = self.first_visible(length)
+        shown = slice(first - self.base, length - self.base)
+        return self.keys[:, :, shown].clone(), self.values[:, :, shown].clone()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns and first slot of what `update` is about to return."""
+        shortest = self.plan.shortest if self.plan is not None else self.filled
+        end = self.plan.end if self.plan is not None else self.filled + query_length
+        visible = self.first_visible(shortest)
+        return end - visible, visible
+
+    def get_seq_length(self) -> int:
+        """Slots before the rows of the current forward."""
+        return self.plan.end - self.plan.rows if self.plan is not None else self.filled
+
+    def get_max_length(self) -> int:
+        """-1: buffers grow."""
+        return -1
+
+
+class RowCache(compat.Cache):
+    """The cache of a whole model.
+
+    **Laws.** `lengths` is exact; everything past it is dead; `keep` costs the same at every context length.
+    """
+
+    def __init__(self, config: Any) -> None:
+        """Builds one layer per decoder layer of `config`.
+
+        Raises:
+            UnsupportedError: if a layer type keeps a state that this cache cannot rewind; the message names it.
+        """
+        decoder = config.get_text_config(decoder=True)
+        types, arguments = compat.get_layer_types_and_kwargs(decoder)
+        check_layer_types(types)
+        super().__init__(
+            layers=[
+                compat.DummyLayer() if kind == "dummy" else RowLayer(**kwargs)
+                for kind, kwargs in zip(types, arguments, strict=True)
+            ]
+        )
+        self.lengths = torch.zeros(0, dtype=torch.int64)
+        self.pending = 0
+        self._host_lengths: list[int] = []
+
+    @property
+    def row_layers(self) -> list[RowLayer]:
+        """Layers that hold keys and values (layers that share another layer's do not)."""
+        return [layer for layer in self.layers if isinstance(layer, RowLayer)]
+
+    @property
+    def windows(self) -> dict[int | None, RowLayer]:
+        """One representative layer per sliding window (None for full attention)."""
+        return {layer.sliding_window: layer for layer in reversed(self.row_layers)}
+
+    def load(self, cache: compat.Cache) -> None:
+        """Copies the committed slots of a cache of transformers; the source stays as it is.
+
+        Raises:
+            UnsupportedError: for cache layers other than the dynamic full and sliding ones.
+        """
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
+            if not isinstance(mine, RowLayer) or not getattr(theirs, "is_initialized", True):
+                continue
+            # Quantized and hybrid layers inherit from the plain ones but keep other state beside the keys.
+            if not isinstance(theirs, compat.DynamicLayer) or type(theirs) not in _LOADABLE:
+                raise UnsupportedError(
+                    f"cannot continue from a cache with a {type(theirs).__name__}; pass a DynamicCache "
+                    "(full and sliding attention layers), or no cache."
+                )
+            mine.load(cast(Tensor, theirs.keys), cast(Tensor, theirs.values), theirs.get_seq_length())
+
+    def end_prefill(self, batch: int, device: torch.device) -> None:
+        """Marks the prompt as committed; from here on every forward needs a plan."""
+        length = self.row_layers[0].filled
+        self._host_lengths = [length] * batch
+        self.lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
+
+    def begin(self, rows: int) -> WritePlan:
+        """Announces a forward of `rows` rows per batch row, written after the pending ones."""
+        shortest, longest = min(self._host_lengths), max(self._host_lengths)
+        plan = WritePlan(
+            starts=self.lengths + self.pending,
+            start=shortest + self.pending if shortest == longest else None,
+            shortest=shortest,
+            rows=rows,
+            end=longest + self.pending + rows,
+        )
+        for layer in self.row_layers:
+            layer.plan = plan
+        self.pending += rows
+        return plan
+
+    def keep(self, nodes: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
+        """Commits the first `counts[b]` of the pending rows `nodes[b]`, in order, and drops the other pending rows."""
+        kept = counts.tolist()
+        order = [row[:count] for row, count in zip(nodes.tolist(), kept, strict=True)]
+        first = min((_first_out_of_place(row) for row in order), default=0)
+        last = max(kept, default=0)
+        if first < last:
+            place = torch.arange(first, last, device=nodes.device)
+            target = self.lengths[:, None] + place
+            moved = place < counts[:, None]
+            source = torch.where(moved, self.lengths[:, None] + nodes[:, first:last], target)
+            rows = torch.arange(len(kept), device=nodes.device)[:, None]
+            for layer in self.row_layers:
+                layer.move(rows, source, target)
+        self.lengths = self.lengths + counts
+        self._host_lengths = [length + count for length, count in zip(self._host_lengths, kept, strict=True)]
+        self.pending = 0
+
+    def to_dynamic(self, config: Any) -> compat.DynamicCache | None:
+        """A `DynamicCache` with the committed slots, or None if rows differ in length (it could not hold them)."""
+        if len(set(self._host_lengths)) != 1:
+            return None
+        length = self._host_lengths[0]
+        cache = compat.DynamicCache(config=config.get_text_config(decoder=True))
+        for mine, theirs in zip(self.layers, cache.layers, strict=True):
+            if isinstance(mine, RowLayer) and mine.is_initialized and isinstance(theirs, compat.DynamicLayer):
+                keys, values = mine.dense(length)
+                theirs.lazy_initialization(keys, values)
+                theirs.keys, theirs.values = keys, values
+                if isinstance(theirs, compat.DynamicSlidingWindowLayer):
+                    theirs.cumulative_length = length
+        return cache
+
+
+def _first_out_of_place(row: list[int]) -> int:
+    """First position whose node is not already in its place; past the end if all are."""
+    return next((place for place, node in enumerate(row) if node != place), 1 << 60)
+
+
+def check_layer_types(types: list[str]) -> None:
+    """Raises `UnsupportedError` naming the layer types whose state cannot be rewound."""
+    unknown = sorted(set(types) - SUPPORTED_LAYERS)
+    if unknown:
+        raise UnsupportedError(
+            f"the model has layers of type {', '.join(unknown)}, whose state this version cannot rewind after a "
+            f"rejected draft; supported layer types are {', '.join(sorted(SUPPORTED_LAYERS - {'dummy'}))}. "
+            "Use model.generate for this model."
+        )

@@ -1,0 +1,75 @@
+"""Every private or version-bound name of transformers that specdec leans on, probed once at import.
+
+transformers 5.24 renamed `past_key_values` to `cache` in forwards and outputs, and made `Cache.crop` take negative
+counts only. A version that moves one of the names below fails here, with the name, and nowhere else.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+from transformers.generation.configuration_utils import GenerationConfig
+
+CACHE_NAME = "cache"
+
+if not hasattr(GenerationMixin, "_prefill"):
+    raise ImportError(
+        "specdec needs `GenerationMixin._prefill`, which this version of transformers does not have; "
+        "install transformers >= 5.24, < 6."
+    )
+
+
+def prefill(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+) -> Any:
+    """Runs the prompt exactly as plain `generate` does, chunks and continued caches included."""
+    mixin: Any = model
+    return mixin._prefill(input_ids, generation_config, dict(model_kwargs))
+
+
+def pad_token(generation_config: GenerationConfig) -> int | None:
+    """Padding id that `generate` resolved for this call (the first EOS if none was set)."""
+    tensor = getattr(generation_config, "_pad_token_tensor", None)
+    return None if tensor is None else int(tensor)
+
+
+def prompt_length(generation_config: GenerationConfig, attention_mask: Tensor | None, fallback: int) -> int:
+    """Columns of the attention mask, which `generate` drops when it is all ones."""
+    if attention_mask is not None:
+        return attention_mask.shape[1]
+    return int(getattr(generation_config, "_mask_length", fallback))
+
+
+def attention_implementation(config: Any) -> str:
+    """Name of the attention function the model runs with."""
+    return str(config._attn_implementation)
+
+
+def has_layer_types(config: Any) -> bool:
+    """Whether the model takes one attention mask per layer type (a dict) instead of a single tensor."""
+    return hasattr(config.get_text_config(decoder=True), "layer_types")
+
+
+__all__ = [
+    "CACHE_NAME",
+    "Cache",
+    "CacheLayerMixin",
+    "DummyLayer",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "attention_implementation",
+    "get_layer_types_and_kwargs",
+    "has_layer_types",
+    "pad_token",
+    "prefill",
+    "prompt_length",
+]

@@ -1,0 +1,268 @@
+"""A Hugging Face causal model as a `Target`: the model's own forward, our cache, a 4D mask and explicit positions.
+
+No modelling code is copied and nothing is patched. The prompt runs through the same code as in plain `generate`;
+a tree runs as one batch of rows whose mask holds the committed slots and each node's ancestors, and whose position
+ids are the root's position plus the depth.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from specdec.errors import UnsupportedError
+from specdec.hf import compat, masks, support
+from specdec.hf.cache import RowCache
+from specdec.trees import topology
+from specdec.types import DraftTree, TargetOutput
+
+
+class ModelTarget:
+    """A model bound to one batch of prompts. Satisfies `specdec.protocols.Target` and `ModelRunner`.
+
+    Args:
+        model: a decoder-only causal model with attention layers.
+        input_ids: prompt token ids, left-padded; may have no columns when `model_kwargs` holds `inputs_embeds`.
+        model_kwargs: what `generate` would hand to the forward (attention_mask, position_ids, cache, ...).
+        generation_config: the resolved configuration of the call (chunked prefill, lengths of continued caches).
+        feature_layers: indices into the model's hidden states to return as features.
+
+    Raises:
+        UnsupportedError: if the model or an argument cannot be served exactly.
+
+    Example:
+        >>> import torch
+        >>> from specdec.hf import ModelTarget
+        >>> from specdec.testing import tiny_model
+        >>> from specdec.types import DraftTree
+        >>> target = ModelTarget(tiny_model("llama"), torch.tensor([[5, 6, 7]]))
+        >>> target.prefill().logits.shape
+        torch.Size([1, 1, 97])
+        >>> target.verify(DraftTree.from_root(torch.tensor([8]))).logits.shape
+        torch.Size([1, 1, 97])
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Int[Tensor, "batch prompt"],
+        *,
+        model_kwargs: dict[str, Any] | None = None,
+        generation_config: GenerationConfig | None = None,
+        feature_layers: Sequence[int] = (),
+    ) -> None:
+        """Checks the model and prepares an empty cache; runs nothing."""
+        support.check_model(model)
+        self.model = model
+        self.cache = RowCache(model.config)
+        self._input_ids = input_ids
+        self._kwargs = dict(model_kwargs or {})
+        self._generation_config = generation_config if generation_config is not None else GenerationConfig()
+        self._features = tuple(feature_layers)
+        self._batch = input_ids.shape[0]
+        self._device = input_ids.device
+        self._limit = support.position_limit(model.config)
+        self._dict_mask = compat.has_layer_types(model.config)
+        self._kinds = self._layer_kinds()
+        decoder = self._decoder
+        kinds = getattr(decoder, "layer_types", None) or compat.get_layer_types_and_kwargs(decoder)[0]
+        self._windows = [self._kinds[kind] for kind in kinds]
+        self._pending_depths = torch.zeros(self._batch, 0, dtype=torch.int64, device=self._device)
+        self._wants_hidden = bool(self._kwargs.get("output_hidden_states"))
+        self._wants_attentions = bool(self._kwargs.get("output_attentions"))
+        self._prompt_mask, self._next_position = self._prompt_geometry()
+        self._check_rope()
+        self._token_type = self._kwargs.get("token_type_ids")
+        self.columns: dict[int | None, tuple[int, int]] = {}
+        self._last_lengths = self.cache.lengths
+        self._last_visible = torch.zeros(self._batch, 0, 0, dtype=torch.bool)
+
+    @property
+    def _decoder(self) -> Any:
+        return self.model.config.get_text_config(decoder=True)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output embedding."""
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
+    def lengths(self) -> Int[Tensor, " batch"]:
+        """Committed cache slots per row, left padding included."""
+        return self.cache.lengths
+
+    @property
+    def depth_limit(self) -> Int[Tensor, " batch"] | None:
+        """Deepest node that still has a position below the model's `max_position_embeddings`."""
+        return None if self._limit is None else self._limit - 1 - self._next_position
+
+    @torch.no_grad()
+    def prefill(self) -> TargetOutput:
+        """Runs the prompt; logits of its last token only."""
+        kwargs = dict(self._kwargs)
+        given = kwargs.get(compat.CACHE_NAME)
+        if given is not None and given.get_seq_length() > 0:
+            self.cache.load(given)
+        kwargs[compat.CACHE_NAME] = self.cache
+        kwargs["use_cache"] = True
+        kwargs["logits_to_keep"] = 1
+        kwargs.update(self._output_kwargs())
+        output = compat.prefill(self.model, self._input_ids, self._generation_config, kwargs)
+        self.cache.end_prefill(self._batch, self._device)
+        return self._pack(output, output.logits[:, -1:])
+
+    def verify(self, tree: DraftTree) -> TargetOutput:
+        """One forward over all nodes of a tree."""
+        visible = topology.ancestor_matrix(tree.parents)
+        return self.append(tree.tokens, visible.sum(-1) - 1, visible)
+
+    def commit(self, nodes: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
+        """Keeps a root path and drops the rest of the tree."""
+        self.keep(nodes, counts)
+
+    @torch.no_grad()
+    def append(
+        self,
+        tokens: Int[Tensor, "batch rows"],
+        depths: Int[Tensor, "batch rows"],
+        visible: Bool[Tensor, "batch rows pending"],
+    ) -> TargetOutput:
+        """Runs new rows after the pending ones; see `specdec.protocols.ModelRunner`."""
+        lengths = self.cache.lengths
+        self._last_lengths, self._last_visible = lengths, visible
+        self._pending_depths = torch.cat([self._pending_depths, depths], 1)
+        plan = self.cache.begin(tokens.shape[1])
+        mask = self._mask(lengths, depths, visible, plan.shortest, plan.end)
+        kwargs = {compat.CACHE_NAME: self.cache, "attention_mask": mask, **self._output_kwargs()}
+        if self._token_type is not None:
+            kwargs["token_type_ids"] = self._token_type[:, -1:].expand(-1, tokens.shape[1])
+        output = self.model(
+            input_ids=tokens,
+            position_ids=self._next_position[:, None] + depths,
+            use_cache=True,
+            return_dict=True,
+            **kwargs,
+        )
+        return self._pack(output, output.logits)
+
+    def keep(self, rows: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
+        """Commits pending rows; see `specdec.protocols.ModelRunner`."""
+        self.cache.keep(rows, counts)
+        self._next_position = self._next_position + counts
+        self._pending_depths = self._pending_depths[:, :0]
+
+    def plain_columns(self, row: int, node: int) -> tuple[Tensor, ...]:
+        """Columns of the last forward's attentions that plain decoding would have at a node, per layer, in order."""
+        length, path = int(self._last_lengths[row]), self._last_visible[row, node].nonzero().squeeze(1)
+        columns = []
+        for window in self._windows:
+            first, _ = self.columns[window]
+            slots = torch.cat([torch.arange(first, length, device=path.device), length + path])
+            columns.append((slots if window is None else slots[-window:]) - first)
+        return tuple(columns)
+
+    def _mask(
+        self,
+        lengths: Int[Tensor, " batch"],
+        depths: Int[Tensor, "batch rows"],
+        visible: Bool[Tensor, "batch rows pending"],
+        shortest: int,
+        end: int,
+    ) -> Any:
+        """The mask for each layer type, or None where every column is visible and the model needs none."""
+        self.columns = {window: (layer.first_visible(shortest), end) for window, layer in self.cache.windows.items()}
+        if self._batch == 1 and depths.shape[1] == 1 and visible.shape[1:] == (1, 1) and self._prompt_mask is None:
+            return None
+        made: dict[int | None, Tensor] = {}
+        for window, (first, last) in self.columns.items():
+            mask = masks.visible_slots(
+                lengths, depths, self._pending_depths, visible, self._prompt_mask, window, first, last
+            )
+            made[window] = masks.for_implementation(mask, self._decoder, self.model.dtype)
+        if not self._dict_mask:
+            return next(iter(made.values()))
+        return {kind: made[window] for kind, window in self._kinds.items()}
+
+    def _layer_kinds(self) -> dict[str, int | None]:
+        """Window of each layer type; every type of the model has a mask, also those without keys of their own."""
+        kinds, arguments = compat.get_layer_types_and_kwargs(self._decoder)
+        found = {
+            (kind, kwargs.get("sliding_window"))
+            for kind, kwargs in zip(kinds, arguments, strict=True)
+            if kind != "dummy"
+        }
+        masks_taken = len({kind for kind, _ in found}) if self._dict_mask else 1
+        if len(found) > masks_taken:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} mixes windows {sorted(found, key=str)} but takes "
+                f"{'one attention mask per layer type' if self._dict_mask else 'a single attention mask'}; "
+                "such models are not supported."
+            )
+        return dict(found)
+
+    def _check_rope(self) -> None:
+        """Refuses texts that would outgrow the frequencies of some rotary embeddings; see `support.check_rope`."""
+        start, most = int(self._next_position.max()), self._generation_config.max_length
+        # The last token is never run.
+        longest = None if most is None else start + most - self._input_ids.shape[1] - 1
+        support.check_rope(self._decoder, start, longest)
+
+    def _prompt_geometry(self) -> tuple[Bool[Tensor, "batch prompt"] | None, Int[Tensor, " batch"]]:
+        """Which prompt columns are real (None if all are), and the position after the prompt."""
+        mask, positions = self._kwargs.get("attention_mask"), self._kwargs.get("position_ids")
+        embeds = self._kwargs.get("inputs_embeds")
+        columns = embeds.shape[1] if embeds is not None else self._input_ids.shape[1]
+        if positions is not None and positions.dim() != 2:
+            raise UnsupportedError(
+                f"position_ids of shape {tuple(positions.shape)}: models with several position axes are not "
+                "supported yet; expected (batch, seq)."
+            )
+        prompt = mask.bool() if mask is not None and not bool(mask.all()) else None
+        if positions is not None:
+            return prompt, positions[:, -1].to(torch.int64) + 1
+        if prompt is not None:
+            return prompt, prompt.sum(-1)
+        length = compat.prompt_length(self._generation_config, mask, columns)
+        return None, torch.full((self._batch,), length, dtype=torch.int64, device=self._device)
+
+    def _output_kwargs(self) -> dict[str, Any]:
+        if self._wants_hidden:
+            hidden: Any = True
+        else:
+            hidden = list(self._features) or None
+        return {
+            name: value
+            for name, value in (("output_hidden_states", hidden), ("output_attentions", self._wants_attentions))
+            if value
+        }
+
+    def _pack(self, output: Any, logits: Tensor) -> TargetOutput:
+        features = None
+        if self._features:
+            features = torch.cat([output.hidden_states[layer] for layer in self._features], -1)
+        return TargetOutput(
+            logits=logits,
+            features=features,
+            hidden_states=tuple(output.hidden_states) if self._wants_hidden else None,
+            attentions=tuple(output.attentions) if self._wants_attentions else None,
+        )
+
+
+def open_model(
+    model: PreTrainedModel, tokens: Int[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]
+) -> ModelTarget:
+    """Binds a model to the tokens marked in `mask` and runs them, repacked with padding on the left."""
+    counts = mask.sum(-1)
+    width = max(1, int(counts.max()))
+    order = mask.to(torch.int64).sort(dim=-1, stable=True).indices[:, -width:]
+    packed, real = tokens.gather(1, order), mask.gather(1, order)
+    device = next(model.parameters()).device
+    kwargs: dict[str, Any] = {"position_ids": (real.cumsum(-1) - 1).clamp_min(0).to(device)}
+    if not bool(real.all()):
+        kwargs["attention_mask"] = real.to(device=device, dtype=torch.int64)
+    target = ModelTarget(model, packed.to(device), model_kwargs=kwargs)
+    target.prefill()
+    return target

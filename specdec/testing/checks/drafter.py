@@ -1,0 +1,291 @@
+"""Does a drafter keep the laws of `specdec.protocols.Drafter`?
+
+The checker plays the builder: it asks for the children of the roots, then of the best proposals, level by level, with
+a padding node in every level. It plays the loop: it commits tokens, some drafted and some not, several at once and one
+by one, and begins requests anew. Two runs that must agree are asked about the very same frontiers.
+"""
+
+import dataclasses
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from specdec.errors import LawError, UnsupportedError
+from specdec.protocols import DraftContext, Drafter
+from specdec.types import Candidates, Frontier
+
+_CLOSE = 1e-4  # absolute, in probabilities and log-probabilities
+_WIDTH = 3  # nodes of a level that are asked about
+_MANY = 64  # proposals asked for where whole sets are compared
+
+Level = tuple[Frontier, Candidates]
+Proposals = dict[int, float]
+
+
+def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, depth: int = 3) -> None:
+    """Raises `LawError` with the law and the place if `drafter` breaks one on this text.
+
+    A drafter that passes can still guess badly; that costs speed, never correctness. What is checked: answers are
+    well formed; they depend on the committed tokens and the path alone, and not on chance, on earlier requests, on
+    what was drafted, on how many tokens were committed at once, or on other rows; nothing given is changed.
+
+    Args:
+        drafter: the drafter; its requests are not finished between the checks, so that one with a memory across
+            requests does not learn from them. A draft model should be in float64: then rounding decides nothing.
+        context: a request of one or more rows, such as `PlainLedger(prompt, max_new_tokens=1).draft_context(target)`.
+            Several rows, and text that repeats itself, check more.
+        count: proposals to ask for.
+        depth: levels to ask for.
+
+    Raises:
+        LawError: for the first law that is broken.
+        UnsupportedError: for a drafter that reads the target's features: there is no target here to give them.
+
+    Example:
+        >>> import torch
+        >>> from specdec.drafters import PromptLookupDrafter
+        >>> from specdec.protocols import DraftContext
+        >>> from specdec.testing import check_drafter
+        >>> text = torch.tensor([[5, 6, 7, 8, 6, 9, 5, 6]])
+        >>> context = DraftContext(tokens=text, mask=torch.ones_like(text, dtype=torch.bool), vocab_size=10)
+        >>> check_drafter(PromptLookupDrafter(), context)
+    """
+    name = type(drafter).__name__
+    if not isinstance(drafter, Drafter):
+        missing = [member for member in ("feature_layers", "start", "children", "commit", "finish")]
+        missing = [member for member in missing if not hasattr(drafter, member)]
+        raise LawError(f"{name} is no drafter: it lacks {', '.join(missing)}.")
+    if drafter.feature_layers:
+        raise UnsupportedError(f"{name} reads features of layers {drafter.feature_layers}; check it with a model.")
+    check = _Check(drafter, name, context)
+    text = context.tokens.clone(), context.mask.clone()
+    check.start(context)
+    seen = check.explore(check.roots, check.everyone, count, depth)
+    check.start(context)
+    check.same(seen, check.ask(seen, count), "the request was started again; answers may not depend on chance")
+    check.other_request(count, depth)
+    check.start(context)
+    check.same(seen, check.ask(seen, count), "another request ran; start() must forget it")
+    check.commits(seen, count, depth)
+    check.rows_apart(seen, count)
+    if not (torch.equal(text[0], context.tokens) and torch.equal(text[1], context.mask)):
+        raise LawError(f"{name} changed the tokens or the mask of its context; they are the caller's.")
+    for _ in range(2):
+        check.start(context)
+        drafter.finish()
+
+
+class _Check:
+    """The laws, one method each."""
+
+    def __init__(self, drafter: Drafter, name: str, context: DraftContext) -> None:
+        self._drafter, self._name, self._context = drafter, name, context
+        last = context.mask.shape[1] - 1 - context.mask.flip(1).to(torch.uint8).argmax(-1)
+        self.roots = context.tokens.gather(1, last[:, None]).squeeze(1)
+        self.everyone = torch.ones_like(self.roots, dtype=torch.bool)
+        self._chance = None if context.generator is None else context.generator.get_state()
+
+    def start(self, context: DraftContext) -> None:
+        """Begins a request."""
+        self._rewind()
+        self._drafter.start(context)
+
+    def explore(
+        self, roots: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"], count: int, depth: int
+    ) -> list[Level]:
+        """Asks about the roots, then about the best proposals of each level; every answer is checked."""
+        self._rewind()
+        frontier = Frontier.from_root(roots, valid)
+        levels = [(frontier, self._children(frontier, count))]
+        while len(levels) < depth:
+            above, found = levels[-1]
+            scores = found.log_probs.masked_fill(~above.valid[:, :, None], -torch.inf).flatten(1)
+            best, order = scores.sort(dim=-1, descending=True, stable=True)
+            best, order = best[:, :_WIDTH], order[:, :_WIDTH]
+            if not bool((best > -torch.inf).any()):
+                break
+            pad = torch.zeros_like(roots)[:, None]
+            frontier = Frontier(
+                tokens=torch.cat([found.tokens.flatten(1).gather(1, order), roots[:, None]], 1),
+                parents=torch.cat([order // found.tokens.shape[2], pad], 1),
+                valid=torch.cat([best > -torch.inf, pad.bool()], 1),
+                depth=len(levels),
+            )
+            levels.append((frontier, self._children(frontier, count)))
+        return levels
+
+    def ask(self, levels: list[Level], count: int) -> list[Candidates]:
+        """Asks about the same frontiers again."""
+        self._rewind()
+        return [self._children(frontier, count) for frontier, _ in levels]
+
+    def other_request(self, count: int, depth: int) -> None:
+        """A request about other text, which commits something and is left unfinished."""
+        self.start(dataclasses.replace(self._context, tokens=(self._context.tokens + 1) % self._context.vocab_size))
+        self._drafter.commit(self.roots[:, None], torch.ones_like(self.roots))
+        self.explore(self.roots, self.everyone, count, depth)
+
+    def commits(self, seen: list[Level], count: int, depth: int) -> None:
+        """What is committed, and nothing else, changes what follows."""
+        tokens, counts = self._tokens_to_commit(seen[0][1])
+        before = tokens.clone(), counts.clone()
+        going, last = counts > 0, (counts - 1).clamp_min(0)[:, None]
+        roots = torch.where(going, tokens.gather(1, last).squeeze(1), self.roots)
+
+        self.start(self._context)
+        self.ask(seen, count)
+        self._drafter.commit(tokens, counts)
+        if not (torch.equal(before[0], tokens) and torch.equal(before[1], counts)):
+            raise LawError(f"{self._name}.commit changed the tensors it was given; they are the caller's.")
+        after = self.explore(roots, going, count, depth)
+        self.start(self._context)
+        for place in range(tokens.shape[1]):
+            self._drafter.commit(tokens[:, place : place + 1], (counts > place).long())
+        self.same(
+            after, self.ask(after, count), "first the committed tokens were drafted, then not, and came one by one"
+        )
+
+        # What is learned along the way may move probabilities, so only the proposals are compared.
+        self.start(self._context)
+        self._drafter.commit(tokens, counts)
+        continued = self._children(after[0][0], _MANY)
+        self.start(self._extended(tokens, counts))
+        fresh = self._children(after[0][0], _MANY)
+        for row in going.nonzero().flatten().tolist():
+            ours, theirs = _proposals(continued, row, 0), _proposals(fresh, row, 0)
+            if ours.keys() != theirs.keys():
+                raise LawError(
+                    f"{self._name}: after commit({tokens[row, : counts[row]].tolist()}) row {row} proposes "
+                    f"{sorted(ours)}, but a request that starts with the same text proposes {sorted(theirs)}; "
+                    "commit() must extend the text by these tokens, and by nothing else."
+                )
+
+    def rows_apart(self, seen: list[Level], count: int) -> None:
+        """A row of a batch is a request of its own."""
+        for row in range(len(self.roots)):
+            real = self._context.mask[row]
+            own = dataclasses.replace(
+                self._context, tokens=self._context.tokens[row, real][None], mask=real[real][None]
+            )
+            self.start(own)
+            levels = [
+                (
+                    Frontier(level.tokens[[row]], level.parents[[row]], level.valid[[row]], level.depth),
+                    Candidates(answer.tokens[[row]], answer.log_probs[[row]]),
+                )
+                for level, answer in seen
+            ]
+            alone = self.ask(levels, count)
+            self.same(levels, alone, f"row {row} ran in its batch, then alone; rows may not depend on each other")
+
+    def same(self, expected: list[Level], found: list[Candidates], what: str) -> None:
+        """Raises unless two runs answered alike, up to rounding."""
+        for (frontier, one), two in zip(expected, found, strict=True):
+            for row, node in frontier.valid.nonzero().tolist():
+                ours, theirs = _proposals(one, row, node), _proposals(two, row, node)
+                if ours.keys() != theirs.keys() or any(abs(ours[key] - theirs[key]) > _CLOSE for key in ours):
+                    raise LawError(
+                        f"{self._name} at depth {frontier.depth}, row {row}, node {node}, answered {_shown(ours)}, "
+                        f"then {_shown(theirs)}, though {what}."
+                    )
+
+    def _rewind(self) -> None:
+        """Puts the generator back to where it was at first, so that two runs see the same chance."""
+        if self._context.generator is not None and self._chance is not None:
+            self._context.generator.set_state(self._chance)
+
+    def _tokens_to_commit(self, found: Candidates) -> tuple[Int[Tensor, "batch new"], Int[Tensor, " batch"]]:
+        """The first proposal, a token that was not proposed, the first again; rows in turn take 3, 1 or 0 of them."""
+        tokens, counts = [], []
+        for row in range(len(self.roots)):
+            proposals = _proposals(found, row, 0)
+            first = next(iter(proposals), 0)
+            other = next((token for token in range(self._context.vocab_size) if token not in proposals), first)
+            counts.append((3, 1, 0)[row % 3])
+            tokens.append([first, other, first][: counts[-1]] + [-1] * (3 - counts[-1]))
+        return torch.tensor(tokens, device=self.roots.device), torch.tensor(counts, device=self.roots.device)
+
+    def _extended(self, tokens: Int[Tensor, "batch new"], counts: Int[Tensor, " batch"]) -> DraftContext:
+        """The context of a request that starts with the committed tokens."""
+        real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+        return dataclasses.replace(
+            self._context,
+            tokens=torch.cat([self._context.tokens, tokens.masked_fill(~real, 0)], 1),
+            mask=torch.cat([self._context.mask, real], 1),
+        )
+
+    def _children(self, frontier: Frontier, count: int) -> Candidates:
+        """The drafter's answer, which must be well formed and leave the frontier as it is."""
+        tensors = frontier.tokens, frontier.parents, frontier.valid
+        before = [tensor.clone() for tensor in tensors]
+        answer = self._drafter.children(frontier, count)
+        if not all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True)):
+            raise LawError(f"{self._name}.children changed the frontier it was given; it is the caller's.")
+        place = f"{self._name}.children at depth {frontier.depth}"
+        _check_form(answer, frontier, count, self._context.vocab_size, place)
+        _check_values(answer, frontier.valid, place)
+        return answer
+
+
+def _check_form(answer: Candidates, frontier: Frontier, count: int, vocab: int, place: str) -> None:
+    """Types, shapes and ids."""
+    if not isinstance(answer, Candidates):
+        raise LawError(f"{place} must return Candidates, got {type(answer).__name__}.")
+    tokens, log_probs, probs = answer.tokens, answer.log_probs, answer.probs
+    nodes = list(frontier.tokens.shape)
+    if tokens.ndim != 3 or list(tokens.shape[:2]) != nodes or tokens.shape != log_probs.shape:
+        raise LawError(
+            f"{place} must give tokens and log_probs of shape [{nodes[0]}, {nodes[1]}, rank], one list for each "
+            f"frontier node, got {list(tokens.shape)} and {list(log_probs.shape)}."
+        )
+    if tokens.shape[2] > count:
+        raise LawError(f"{place} was asked for at most {count} proposals a node, got {tokens.shape[2]}; cut the list.")
+    if tokens.dtype != torch.int64 or not log_probs.is_floating_point():
+        raise LawError(f"{place} must give int64 tokens and floating log_probs, got {tokens.dtype}, {log_probs.dtype}.")
+    if tokens.device != frontier.tokens.device or log_probs.device != frontier.tokens.device:
+        raise LawError(f"{place} must answer on the frontier's device, {frontier.tokens.device}, got {tokens.device}.")
+    if bool(((tokens < 0) | (tokens >= vocab)).any()):
+        raise LawError(
+            f"{place}: ids must lie in 0..{vocab - 1}, got {tokens.min()}..{tokens.max()}. Where there is no proposal, "
+            "give any valid id and a log-probability of -inf."
+        )
+    if probs is not None and list(probs.shape) != [*nodes, vocab]:
+        raise LawError(
+            f"{place}: probs must be the law over the target's vocabulary, {[*nodes, vocab]}, got "
+            f"{list(probs.shape)}; scatter it to the target's ids."
+        )
+
+
+def _check_values(answer: Candidates, valid: Bool[Tensor, "batch frontier"], place: str) -> None:
+    """Probabilities of the valid nodes."""
+    tokens, scores = answer.tokens[valid], answer.log_probs[valid].double()
+    if bool((scores.isnan() | (scores > _CLOSE)).any()):
+        raise LawError(f"{place}: log_probs must be at most 0 and never NaN, got {scores.tolist()}.")
+    if bool((scores[:, 1:] > scores[:, :-1]).any()):
+        raise LawError(f"{place}: log_probs must fall from the best proposal on, got {scores.tolist()}; sort them.")
+    proposed = scores > -torch.inf
+    twins = (tokens[:, :, None] == tokens[:, None, :]) & proposed[:, :, None] & proposed[:, None, :]
+    if bool(twins.triu(1).any()):
+        raise LawError(f"{place}: proposals of one node must be distinct, got {tokens.tolist()}; keep the better one.")
+    if bool((scores.exp().sum(-1) > 1 + _CLOSE).any()):
+        raise LawError(f"{place}: probabilities of one node add up to at most 1, got {scores.exp().sum(-1).tolist()}.")
+    if answer.probs is None:
+        return
+    law = answer.probs[valid].double()
+    total = law.sum(-1)
+    if bool((law.isnan() | (law < 0)).any()) or not bool((((total - 1).abs() < _CLOSE) | (total == 0)).all()):
+        raise LawError(f"{place}: each law in probs must sum to 1, or be all 0 for none, got sums {total.tolist()}.")
+    gap = (law.gather(1, tokens) - scores.exp()).abs().masked_fill(~proposed, 0)
+    if bool((gap > _CLOSE).any()):
+        raise LawError(f"{place}: log_probs and probs differ by up to {gap.max():.3g}; both must tell the same law.")
+
+
+def _proposals(answer: Candidates, row: int, node: int) -> Proposals:
+    """Log-probability by token, best first."""
+    pairs = zip(answer.tokens[row, node].tolist(), answer.log_probs[row, node].tolist(), strict=True)
+    return {token: score for token, score in pairs if score > -torch.inf}
+
+
+def _shown(proposals: Proposals) -> str:
+    return ", ".join(f"{token}: {score:.3f}" for token, score in proposals.items()) or "nothing"
