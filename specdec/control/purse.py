@@ -1,0 +1,67 @@
+"""What trying may cost: the guarantee that a call stays close to plain decoding.
+
+Drafting may be believed to pay and not pay, and finding out costs time. The purse holds what may be lost: a small
+credit that grows with the tokens committed, plus what drafting has won lately. A round is affordable if its loss, in
+a cautious view, is covered. The view is cautious about drafts: foreseen tokens count only as far as enough outcomes
+were seen, and as far as earlier foresight came true.
+"""
+
+_CREDIT = 1.0  # plain rounds that a call may lose at once
+_WINNINGS = 4.0  # plain rounds' worth of past winnings that count
+_DOUBT = 4.0  # outcomes after which foresight counts for half
+_FADE = 0.95  # memory of how far foresight came true, per drafted round
+
+
+class Purse:
+    """Books the rounds that drafted against plain decoding. All amounts are in plain rounds.
+
+    Args:
+        max_loss: plain rounds that may be lost per committed token, in the long run.
+
+    >>> purse = Purse(max_loss=0.01)
+    >>> purse.affords(1.0, foreseen=3.0), purse.affords(1.1, foreseen=3.0)
+    (True, False)
+    >>> purse.book(cost=1.2, tokens=4.0, foreseen=3.0, outcomes=4)
+    >>> round(purse.balance, 2), purse.affords(5.0, foreseen=3.0)
+    (3.8, True)
+    """
+
+    def __init__(self, max_loss: float) -> None:
+        self._max_loss = max_loss
+        self._won = 0.0
+        self._credit = _CREDIT
+        self._outcomes = 0.0
+        self._foreseen = self._accepted = 2.0
+
+    def earn(self, tokens: float) -> None:
+        """Lets the credit grow with the tokens (mean over rows) of a round."""
+        self._credit += self._max_loss * tokens
+
+    def book(self, *, cost: float, tokens: float, foreseen: float, outcomes: int) -> None:
+        """Books a round that drafted.
+
+        Args:
+            cost: what it took, in plain rounds.
+            tokens: tokens committed, mean over rows.
+            foreseen: accepted tokens that were expected, mean over rows.
+            outcomes: nodes of which it became known whether they are accepted.
+        """
+        self._won = min(self._won + tokens - cost, _WINNINGS)
+        self._outcomes += outcomes
+        self._foreseen = _FADE * self._foreseen + foreseen
+        self._accepted = _FADE * self._accepted + tokens - 1
+
+    @property
+    def balance(self) -> float:
+        """What may still be lost; negative when more was lost than allowed."""
+        return self._credit + self._won
+
+    @property
+    def lost(self) -> float:
+        """What drafting has lost so far; negative when it won (older winnings are forgotten)."""
+        return -self._won
+
+    def affords(self, cost: float, *, foreseen: float) -> bool:
+        """Whether a round may spend `cost` plain rounds beyond its first, for `foreseen` accepted tokens."""
+        trust = self._outcomes / (self._outcomes + _DOUBT) * min(1.0, self._accepted / self._foreseen)
+        return cost - trust * foreseen <= max(0.0, self.balance) and self.balance > -self._credit

@@ -1,0 +1,19 @@
+"""Drafters: each answers which tokens may follow the nodes of a frontier."""
+
+from specdec.drafters.combined import CombinedDrafter
+from specdec.drafters.draft_model import ModelDrafter
+from specdec.drafters.hit_rate import HitRate
+from specdec.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.drafters.suffix import SuffixDrafter
+from specdec.drafters.suffix_store import SuffixStore
+from specdec.drafters.vocabulary import VocabularyMap
+
+__all__ = [
+    "CombinedDrafter",
+    "HitRate",
+    "ModelDrafter",
+    "PromptLookupDrafter",
+    "SuffixDrafter",
+    "SuffixStore",
+    "VocabularyMap",
+]
