@@ -1,0 +1,51 @@
+"""Writes one benchmark's figures to `docs/benchmarks/<topic>.json`, with what is needed to run it again."""
+
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "benchmarks"
+
+
+def figure(value: float, unit: str, against: str) -> dict[str, Any]:
+    """One figure: a number, its unit, and what it is measured against in the same run."""
+    return {"value": value, "unit": unit, "against": against}
+
+
+def write(topic: str, figures: dict[str, dict[str, Any]], *, device: str, revision: str | None = None) -> Path:
+    """Writes the file that the documentation's tables are generated from, and prints the table."""
+    result = {
+        "topic": topic,
+        "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
+        "revision": revision or _revision(),
+        "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
+        | {"python": platform.python_version()},
+        "device": device,
+        "figures": figures,
+    }
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{topic}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for name, entry in figures.items():
+        print(f"{name:50} {entry['value']:10.4g} {entry['unit']:16} {entry['against']}")
+    return path
+
+
+def cpu_name() -> str:
+    """The processor's name as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _revision() -> str:
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() or "unknown"

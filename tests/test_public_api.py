@@ -1,0 +1,113 @@
+"""Every public name is documented, and shown in an example that runs."""
+
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import specdec
+
+ROOT = Path(__file__).parents[1]
+INTERNAL = {"specdec.hf.compat"}  # names of transformers, for `specdec.hf` alone
+
+
+def public_modules() -> list[ModuleType]:
+    names = [
+        module.name
+        for module in pkgutil.walk_packages(specdec.__path__, "specdec.")
+        if module.name not in INTERNAL and not any(part.startswith("_") for part in module.name.split("."))
+    ]
+    return [importlib.import_module(name) for name in ["specdec", *names]]
+
+
+def public_objects(modules: list[ModuleType]) -> dict[str, Any]:
+    """The library's classes and functions in the `__all__` of a module, by the name under which it offers them."""
+    named = {
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module in modules
+        for name in getattr(module, "__all__", ())
+    }
+    return {
+        name: value
+        for name, value in named.items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith("specdec.")
+    }
+
+
+def documented_objects() -> list[Any]:
+    """What the directives of the reference pages document."""
+    found = []
+    for page in (ROOT / "docs" / "api").glob("*.md"):
+        for kind, name in re.findall(r"^\.\. auto(\w+):: (\S+)$", page.read_text(), re.MULTILINE):
+            if kind == "module":
+                module = importlib.import_module(name)
+                defined = [key for key, value in vars(module).items() if getattr(value, "__module__", None) == name]
+                found += [getattr(module, member) for member in getattr(module, "__all__", defined)]
+            else:
+                parent, _, member = name.rpartition(".")
+                found.append(getattr(importlib.import_module(parent), member))
+    return found
+
+
+def undocumented(objects: dict[str, Any], documented: list[Any]) -> list[str]:
+    return sorted(name for name, value in objects.items() if not any(value is other for other in documented))
+
+
+def without_docstring(objects: dict[str, Any]) -> list[str]:
+    return sorted(
+        name for name, value in objects.items() if not (vars(value).get("__doc__") or value.__doc__ or "").strip()
+    )
+
+
+def running_code() -> str:
+    """All code that runs as an example: doctests of the package and of the pages, and the example programs."""
+    sources = [path.read_text() for path in [*ROOT.glob("specdec/**/*.py"), *ROOT.glob("docs/**/*.md")]]
+    prompts = [line for text in sources for line in text.splitlines() if re.match(r"\s*(>>>|\.\.\.) ", line)]
+    programs = [path.read_text() for path in ROOT.glob("examples/*.py")]
+    return "\n".join([*prompts, *programs])
+
+
+def without_example(objects: dict[str, Any], code: str) -> list[str]:
+    words = set(re.findall(r"\w+", code))
+    return sorted(name for name in objects if name.rpartition(".")[2] not in words)
+
+
+def test_every_public_name_is_in_the_reference():
+    assert undocumented(public_objects(public_modules()), documented_objects()) == []
+
+
+def test_every_public_name_has_a_docstring():
+    assert without_docstring(public_objects(public_modules())) == []
+
+
+def test_every_public_name_is_used_in_an_example_that_runs():
+    assert without_example(public_objects(public_modules()), running_code()) == []
+
+
+def test_the_checks_can_fail():
+    class Bare:
+        pass
+
+    offered = {"specdec.Bare": Bare}
+    assert undocumented(offered, documented_objects()) == ["specdec.Bare"]
+    assert without_docstring(offered) == ["specdec.Bare"]
+    assert without_example(offered, "BareMinimum()") == ["specdec.Bare"]
+
+
+@pytest.mark.parametrize("absent", ["triton", "specdec_kernels"])
+def test_import_needs_no_kernels(absent):
+    code = f"import sys; sys.modules[{absent!r}] = None; import specdec"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True)
+
+
+def test_import_loads_no_triton():
+    code = "import sys, specdec; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'triton'))"
+    result = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    assert result.stdout.split() == []
