@@ -14,12 +14,19 @@ from transformers.generation.streamers import BaseStreamer
 from specdec import SpeculativeGenerator, control
 from specdec.protocols import Drafter, TreeBuilder, Verifier
 from specdec.testing import OracleDrafter, tiny_model
-from specdec.types import Round
+from specdec.types import DraftTree, Round, TargetLaw
+from specdec.verify import StepRule
 
 PAD = 0
-ONE: list[list[int]] = [[5, 6, 7, 8]]
+ONE: list[list[int]] = [[70, 71, 20, 3, 77, 12, 9, 30, 44]]
 FOUR: list[list[int]] = [[5, 6, 7], [5, 9, 8, 7, 6, 5, 4, 3, 2], list(range(20, 37)), [11]]
 """A ragged batch: 3, 9, 17 and 1 tokens."""
+PROMPTS = {"one": ONE, "ragged": FOUR}
+START = {name: max(map(len, prompts)) for name, prompts in PROMPTS.items()}
+"""Columns of the prompts, where new tokens begin."""
+
+SEEDS = {"qwen2": 4, "olmo2": 4, "gemma3": 0, "gpt_oss": 5}
+"""Seeds whose greedy text does not loop after these prompts (7 for the other families)."""
 
 MIXED: list[int | None] = [9, None, 0, 2, 9, 1, None, 9, 0, 1]
 """Right tokens per round: as many as the tree is deep, none, some, and a round without drafts."""
@@ -29,7 +36,7 @@ RAGGED: list[list[int | None]] = [MIXED, [0, 9, None, 1, 2], [2, None, 2, 0, 9],
 @lru_cache(maxsize=None)
 def model(family: str = "llama", **options: Any) -> PreTrainedModel:
     """A tiny model, made once; tests must leave it as it is."""
-    return tiny_model(family, **options)
+    return tiny_model(family, **{"seed": SEEDS.get(family, 7), **options})
 
 
 def batch(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -43,6 +50,12 @@ def batch(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 def plain(target: PreTrainedModel, **request: Any) -> Any:
     """What transformers itself returns; greedy unless asked otherwise."""
     return type(target).generate(target, **{"do_sample": False, "pad_token_id": PAD, **request})
+
+
+@lru_cache(maxsize=None)
+def text(prompts: str, tokens: int, family: str = "llama") -> Tensor:
+    """The ids that plain greedy decoding gives when nothing stops it; do not change them."""
+    return plain(model(family), **batch(PROMPTS[prompts]), max_new_tokens=tokens)
 
 
 class Recorder(control.Always):
@@ -122,6 +135,18 @@ def forwards(target: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
         yield seen
     finally:
         handle.remove()
+
+
+class AcceptEverything(StepRule):
+    """A wrong verifier: follows the first child whatever the target says."""
+
+    def step(
+        self, tree: DraftTree, node: Tensor, law: TargetLaw, *, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        below = tree.parents == node[:, None]
+        child = torch.where(below.any(-1), below.int().argmax(-1), -1)
+        drafted = tree.tokens.gather(1, child.clamp_min(0)[:, None]).squeeze(1)
+        return torch.where(child >= 0, drafted, law.draw(generator)), child
 
 
 ALL_KINDS = frozenset({"full", "partial", "zero", "empty"})

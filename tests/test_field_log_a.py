@@ -23,12 +23,11 @@ TREES = {
     "chain": (trees.Chain(6), 0),
     "tree": (trees.Fixed([(0,), (1,), (1, 0), (1, 1), (1, 1, 1), (1, 1, 1, 1), (0, 0), (0, 1)]), 1),
 }
-PROMPTS = {"one": helpers.ONE, "ragged": helpers.FOUR}
+START = helpers.START["one"]
 
 
 def text(prompts: str, tokens: int = 16) -> Tensor:
-    """The text that greedy decoding writes when nothing stops it."""
-    return helpers.plain(helpers.model(), **helpers.batch(PROMPTS[prompts]), max_new_tokens=tokens)
+    return helpers.text(prompts, tokens)
 
 
 def perfect(prompts: str, rank: int = 0) -> OracleDrafter:
@@ -37,7 +36,7 @@ def perfect(prompts: str, rank: int = 0) -> OracleDrafter:
 
 def check(drafter: Any, tree: Any, *, prompts: str = "one", **request: Any) -> helpers.Run:
     """Equal to plain generate: ids, streamed tokens and the number of scores."""
-    request = {**helpers.batch(PROMPTS[prompts]), "max_new_tokens": 16, **request}
+    request = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": 16, **request}
     details = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     expected = helpers.plain(helpers.model(), **request, **details)
     tape = helpers.Tape()
@@ -59,9 +58,8 @@ def test_a1_positions_of_chains_and_trees_follow_from_the_committed_length():
         with helpers.forwards(target) as calls:
             run = helpers.speculate(target, drafter, tree, **request)
         assert run.output.tolist() == reference.tolist()
-        length = len(helpers.ONE[0])
         for call, round in zip(calls[1:], run.rounds[1:], strict=True):
-            committed = length + sum(int(earlier.num_committed) for earlier in run.rounds[: round.index])
+            committed = START + sum(int(earlier.num_committed) for earlier in run.rounds[: round.index])
             expected = committed - 1 + topology.depths(round.tree.parents)
             assert call["position_ids"].tolist() == expected.tolist()
 
@@ -77,8 +75,7 @@ EOS["several"] = lambda ids: [ids[12], ids[7], ids[5]]
 def test_a2_eos_inside_the_accepted_block_ends_the_text(eos, shape):
     """The stop test looked at the last token of a block only, or compared a list of ids as one."""
     tree, rank = TREES[shape]
-    prompt = len(helpers.ONE[0])
-    ids = EOS[eos](text("one")[0, prompt:].tolist())
+    ids = EOS[eos](text("one")[0, START:].tolist())
     run = check(perfect("one", rank), tree, eos_token_id=ids)
     sequence = run.output.sequences[0]
     assert int(sequence[-1]) in torch.as_tensor(ids).flatten().tolist()
@@ -111,20 +108,20 @@ def test_a2_the_drafter_learns_exactly_the_committed_tokens():
             self.heard += tokens[0, : int(counts)].tolist()
 
     drafter = Listener(text("one", 24), [2, 9])
-    run = check(drafter, trees.Chain(6), eos_token_id=int(text("one")[0, 4 + 9]))
+    run = check(drafter, trees.Chain(6), eos_token_id=int(text("one")[0, START + 9]))
     assert drafter.heard == run.output.sequences[0].tolist()
 
 
 def test_a2_eos_in_the_prompt_or_beside_the_path_stops_nothing():
     """Only committed tokens may stop a row: drafted EOS tokens that are rejected, or those of the prompt, may not."""
-    wrong = (text("one")[0, 4 + 2] + 1) % 97
+    wrong = (text("one")[0, START + 2] + 1) % 97
     run = check(OracleDrafter(text("one", 24), [1, 0]), trees.Chain(6), eos_token_id=[int(wrong), helpers.ONE[0][1]])
-    assert run.output.sequences.shape[1] == 4 + 16
+    assert run.output.sequences.shape[1] == START + 16
     assert any(int(wrong) in round.tree.tokens[0, 1:].tolist() for round in run.rounds)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
-@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("prompts", helpers.PROMPTS)
 @pytest.mark.parametrize("drafter", ["oracle", "lookup"])
 def test_a4_never_more_tokens_than_asked(limit, prompts, drafter):
     """Prompt lookup committed whole blocks past the length limit."""
@@ -139,7 +136,7 @@ def test_a4_never_more_tokens_than_asked(limit, prompts, drafter):
 
 def test_a4_max_length_and_config_limits_count_the_same():
     """A limit that comes as `max_length` or in the generation config was not seen by the block."""
-    for request in ({"max_length": 9}, {"generation_config": GenerationConfig(max_length=9, pad_token_id=0)}):
+    for request in ({"max_length": 14}, {"generation_config": GenerationConfig(max_length=14, pad_token_id=0)}):
         run = helpers.speculate(
             helpers.model(), perfect("one"), trees.Chain(6), **helpers.batch(helpers.ONE), **request
         )
@@ -148,8 +145,8 @@ def test_a4_max_length_and_config_limits_count_the_same():
 
 def test_a5_a_prompt_at_the_limit_raises_as_in_transformers():
     """The bonus token was primed before the limit test, so a full prompt still got one token."""
-    request = {**helpers.batch(helpers.ONE), "max_length": len(helpers.ONE[0])}
-    with pytest.raises(ValueError, match="Input length of input_ids is 4") as plain:
+    request = {**helpers.batch(helpers.ONE), "max_length": START}
+    with pytest.raises(ValueError, match="Input length of input_ids is 9") as plain:
         helpers.plain(helpers.model(), **request)
     drafter = perfect("one")
     with helpers.forwards(helpers.model()) as calls, pytest.raises(ValueError, match="Input length") as ours:
@@ -183,7 +180,7 @@ def test_a5_one_token_needs_no_draft():
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_a5_drafts_never_pass_the_last_position_of_the_model(family):
     """A block near the position limit read past the position table."""
-    target = helpers.model(family, **({"n_positions": 20} if family == "gpt2" else {"max_position_embeddings": 20}))
+    target = helpers.model(family, max_position_embeddings=20)
     request = {**helpers.batch(helpers.ONE), "max_length": 21}  # the last token is never run
     expected = helpers.plain(target, **request)
     with helpers.forwards(target) as calls:
@@ -208,9 +205,9 @@ def test_a6_stop_strings_completed_inside_a_block(stop, shape):
     """Stop strings with a drafter raised, or were ignored when a block completed them."""
     tokenizer = tiny_tokenizer()
     tree, rank = TREES[shape]
-    strings = STOPS[stop](tokenizer.decode(text("one")[0, 4:]))
+    strings = STOPS[stop](tokenizer.decode(text("one")[0, START:]))
     run = check(perfect("one", rank), tree, stop_strings=strings, tokenizer=tokenizer)
-    assert run.output.sequences.shape[1] < 4 + 16
+    assert run.output.sequences.shape[1] < START + 16
 
 
 @pytest.mark.parametrize("eos", [None, 96])
@@ -226,7 +223,7 @@ def test_a6_stop_strings_in_a_ragged_batch(eos):
 def test_a6_the_tokenizer_may_belong_to_the_generator_and_the_strings_to_a_config():
     """Stop strings were looked for in the arguments only."""
     tokenizer, target = tiny_tokenizer(), helpers.model()
-    strings = tokenizer.decode(text("one")[0, 4 + 3 : 4 + 5])
+    strings = tokenizer.decode(text("one")[0, START + 3 : START + 5])
     config = GenerationConfig(stop_strings=strings, max_new_tokens=16, pad_token_id=0)
     generator = SpeculativeGenerator(target, perfect("one"), trees.Chain(6), tokenizer=tokenizer)
     assert (
@@ -248,9 +245,9 @@ def test_a6_without_a_tokenizer_the_error_is_that_of_transformers():
 def test_a8_a_cut_text_leaves_no_tokens_or_scores_behind():
     """Only the text was trimmed at the stop string: ids and log-probabilities kept the rest (see `check`)."""
     tokenizer = tiny_tokenizer()
-    strings = tokenizer.decode(text("one")[0, 4 + 2 : 4 + 4])
+    strings = tokenizer.decode(text("one")[0, START + 2 : START + 4])
     run = check(perfect("one"), trees.Chain(6), stop_strings=strings, tokenizer=tokenizer)
-    assert run.output.sequences.shape[1] == 4 + 4
+    assert run.output.sequences.shape[1] == START + 4
     assert run.generator.stats.new_tokens == 4
 
 

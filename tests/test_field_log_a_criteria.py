@@ -17,7 +17,7 @@ from specdec.hf.ledger import TokenLedger
 from specdec.testing.tokenizer import tiny_tokenizer
 from tests import helpers
 
-PROMPTS = {"one": helpers.ONE, "ragged": helpers.FOUR}
+START = helpers.START["one"]
 SHAPES = {"chain": (trees.Chain(4), 0), "tree": (trees.BestFirst(nodes=14, branch=2, depth=3), 1)}
 
 
@@ -52,8 +52,8 @@ def compare(
 ) -> tuple[Any, Any]:
     """Runs both ways, each with a criterion of its own; returns the two after comparing tokens and calls."""
     tree, rank = SHAPES[shape]
-    request = {**helpers.batch(PROMPTS[prompts]), "max_new_tokens": 24, **request}
-    unstopped = helpers.plain(helpers.model(), **helpers.batch(PROMPTS[prompts]), max_new_tokens=24)
+    request = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": 24, **request}
+    unstopped = helpers.text(prompts, 24)
     theirs, ours = make(), make()
     expected = helpers.plain(helpers.model(), **request, stopping_criteria=[theirs])
     drafter = helpers.oracle(unstopped, in_step=True, rank=rank)
@@ -68,7 +68,7 @@ def compare(
     return theirs, ours
 
 
-@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("prompts", helpers.PROMPTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a7_a_criterion_is_asked_once_per_token_with_the_exact_prefix(prompts, shape):
     """Criteria were asked once per block, so those that look at the last token missed it."""
@@ -92,11 +92,11 @@ def test_a7_rows_of_a_batch_stop_as_in_plain_generate(eos):
 
 def test_a7_a_criterion_sees_padding_after_rows_that_met_eos():
     """Rows that had ended were shown with stale or drafted tokens."""
-    new = helpers.plain(helpers.model(), **helpers.batch(helpers.FOUR), max_new_tokens=24)[:, -24:]
+    new = helpers.text("ragged", 24)[:, -24:]
     compare(Listener, prompts="ragged", eos_token_id=[int(new[0, 4]), int(new[2, 1])], all_kinds=False)
 
 
-@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("prompts", helpers.PROMPTS)
 def test_a7_a_criterion_that_reads_scores_gets_those_of_the_committed_tokens(prompts):
     """Scores were None, missing, or those of drafted tokens, inside a block."""
     details = {"return_dict_in_generate": True, "output_scores": True}
@@ -135,20 +135,20 @@ def test_a7_a_subclass_of_a_known_criterion_is_not_taken_for_it():
 
 def test_a7_the_caller_s_own_limit_replaces_that_of_the_config():
     """Of two limits the wrong one bounded the block."""
-    for limit in (6, 12, 30):
+    for limit in (11, 17, 35):
         compare(lambda limit=limit: MaxLengthCriteria(limit), max_new_tokens=16, all_kinds=False)
 
 
 def test_a7_the_caller_s_own_stop_strings_replace_those_of_the_argument():
     """Both the caller's criterion and the one made from the argument stopped the text."""
     tokenizer = tiny_tokenizer()
-    written = tokenizer.decode(helpers.plain(helpers.model(), **helpers.batch(helpers.ONE), max_new_tokens=24)[0, 4:])
+    written = tokenizer.decode(helpers.text("one", 24)[0, START:])
     late, early = written[9:11], written[2:4]
     own = StopStringCriteria(tokenizer, late)
     compare(lambda: own, stop_strings=early, tokenizer=tokenizer, all_kinds=False)
 
 
-@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("prompts", helpers.PROMPTS)
 def test_max_time_is_checked_after_every_token(monkeypatch, prompts):
     """A time limit inside a block was seen at its end. The clock here ticks once per look."""
 
@@ -160,8 +160,8 @@ def test_max_time_is_checked_after_every_token(monkeypatch, prompts):
             self.ticks += 1
             return float(self.ticks)
 
-    request = {**helpers.batch(PROMPTS[prompts]), "max_new_tokens": 24}
-    unstopped = helpers.plain(helpers.model(), **request)
+    request = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": 24}
+    unstopped = helpers.text(prompts, 24)
     monkeypatch.setattr(stopping_criteria, "time", Clock())
     expected = helpers.plain(helpers.model(), **request, max_time=9.5)
     monkeypatch.setattr(stopping_criteria, "time", Clock())

@@ -4,7 +4,7 @@ The oracle makes every run contain full, partial and zero acceptance and rounds 
 show that these runs notice a wrong mask, position, window or cache.
 """
 
-from functools import lru_cache
+import itertools
 
 import pytest
 import torch
@@ -16,12 +16,10 @@ from specdec.hf.cache import RowCache
 from specdec.hf.target import ModelTarget
 from specdec.protocols import TreeBuilder
 from specdec.testing import FAMILIES
-from specdec.types import DraftTree, TargetLaw
 from specdec.verify import StepRule
 from tests import helpers
 
 NEW_TOKENS = 24
-PROMPTS = {"one": helpers.ONE, "ragged": helpers.FOUR}
 
 BUSHY = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)]
 SHAPES: dict[str, tuple[TreeBuilder, int]] = {
@@ -34,9 +32,8 @@ SHAPES: dict[str, tuple[TreeBuilder, int]] = {
 """Tree and rank of the right token among its siblings."""
 
 
-@lru_cache(maxsize=None)
 def reference(family: str, prompts: str) -> Tensor:
-    return helpers.plain(helpers.model(family), **helpers.batch(PROMPTS[prompts]), max_new_tokens=NEW_TOKENS)
+    return helpers.text(prompts, NEW_TOKENS, family)
 
 
 def run(family: str, prompts: str, shape: str, verifier: StepRule | None = None) -> helpers.Run:
@@ -46,16 +43,24 @@ def run(family: str, prompts: str, shape: str, verifier: StepRule | None = None)
         helpers.oracle(reference(family, prompts), rank=rank),
         tree,
         verifier=verifier,
-        **helpers.batch(PROMPTS[prompts]),
+        **helpers.batch(helpers.PROMPTS[prompts]),
         max_new_tokens=NEW_TOKENS,
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("prompts", PROMPTS)
+@pytest.mark.parametrize("prompts", helpers.PROMPTS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_greedy_tokens_equal_plain_generate(family, prompts, shape):
     helpers.assert_equal(run(family, prompts, shape), reference(family, prompts))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompts", helpers.PROMPTS)
+def test_the_references_do_not_loop(family, prompts):
+    """In a loop a wrong prefix would still give the right token."""
+    for row in reference(family, prompts)[:, -16:].tolist():
+        assert len(set(itertools.pairwise(row))) > 4
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
@@ -75,18 +80,6 @@ def test_a_batch_takes_as_many_passes_as_its_slowest_row():
         request = {"input_ids": torch.tensor([prompt]), "max_new_tokens": NEW_TOKENS}
         alone.append(len(helpers.speculate(helpers.model(), drafter, trees.Chain(4), **request).rounds))
     assert passes == max(alone)
-
-
-class AcceptEverything(StepRule):
-    """A wrong verifier: follows the first child whatever the target says."""
-
-    def step(
-        self, tree: DraftTree, node: Tensor, law: TargetLaw, *, generator: torch.Generator | None = None
-    ) -> tuple[Tensor, Tensor]:
-        below = tree.parents == node[:, None]
-        child = torch.where(below.any(-1), below.int().argmax(-1), -1)
-        drafted = tree.tokens.gather(1, child.clamp_min(0)[:, None]).squeeze(1)
-        return torch.where(child >= 0, drafted, law.draw(generator)), child
 
 
 def _positions_by_row(patch: pytest.MonkeyPatch) -> None:
@@ -152,7 +145,7 @@ def test_a_wrong_target_is_noticed(monkeypatch, name):
 
 
 def test_a_wrong_verifier_is_noticed():
-    output = run("llama", "one", "chain", AcceptEverything()).output
+    output = run("llama", "one", "chain", helpers.AcceptEverything()).output
     assert output.tolist() != reference("llama", "one").tolist()
 
 

@@ -34,11 +34,22 @@ def test_folders_of_tests_mirror_the_package(path):
     )
 
 
-MODULES = [path for path in SOURCES if path.parts[0] == "specdec" and path.name != "__init__.py"]
+NO_BEHAVIOUR = {"protocols", "errors"}
+MODULES = [
+    path
+    for path in SOURCES
+    if path.parts[0] == "specdec" and len(path.parts) == 2 and path.stem not in {"__init__", *NO_BEHAVIOUR}
+]
+PACKAGES = sorted({path.parent for path in SOURCES if path.parts[0] == "specdec" and len(path.parts) > 2})
 
 
-@pytest.mark.parametrize("path", MODULES, ids=str)
-def test_a_module_is_tested_where_its_name_says(path):
-    module = path.stem.removeprefix("_")
-    tests = ROOT / "tests" / Path(*path.parts[1:-1])
-    assert any(tests.glob(f"test_{module}*.py")), f"{path} has no test file {tests.relative_to(ROOT)}/test_{module}.py."
+@pytest.mark.parametrize("module", MODULES, ids=str)
+def test_a_module_is_tested_where_its_name_says(module):
+    assert any((ROOT / "tests").glob(f"test_{module.stem}*.py")), f"{module} has no tests/test_{module.stem}.py."
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=str)
+def test_a_package_is_tested_where_its_name_says(package):
+    folder = ROOT / "tests" / Path(*package.parts[1:])
+    inside, beside = folder.glob("test_*.py"), folder.parent.glob(f"test_{folder.name}*.py")
+    assert any(inside) or any(beside), f"{package} has no tests in {folder.relative_to(ROOT)}."

@@ -27,18 +27,28 @@ def public_modules() -> list[ModuleType]:
     return [importlib.import_module(name) for name in ["specdec", *names]]
 
 
-def public_objects(modules: list[ModuleType]) -> dict[str, Any]:
-    """The library's classes and functions in the `__all__` of a module, by the name under which it offers them."""
+def offered(modules: list[ModuleType]) -> dict[str, Any]:
+    """What the `__all__` of a module offers, by full name; modules within modules are looked at themselves."""
     named = {
         f"{module.__name__}.{name}": getattr(module, name)
         for module in modules
         for name in getattr(module, "__all__", ())
     }
+    return {name: value for name, value in named.items() if not inspect.ismodule(value)}
+
+
+def public_objects(modules: list[ModuleType]) -> dict[str, Any]:
+    """The classes and functions among them that are the library's own."""
     return {
         name: value
-        for name, value in named.items()
+        for name, value in offered(modules).items()
         if (inspect.isclass(value) or inspect.isfunction(value)) and value.__module__.startswith("specdec.")
     }
+
+
+def public_constants(modules: list[ModuleType]) -> set[str]:
+    """The last parts of the other names."""
+    return {name.rpartition(".")[2] for name in offered(modules).keys() - public_objects(modules).keys()}
 
 
 def documented_objects() -> list[Any]:
@@ -83,6 +93,13 @@ def test_every_public_name_is_in_the_reference():
     assert undocumented(public_objects(public_modules()), documented_objects()) == []
 
 
+def test_every_public_constant_is_named_in_the_reference():
+    pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    constants = public_constants(public_modules())
+    assert "VOCAB" in constants
+    assert {name for name in constants if f"`{name}`" not in pages} == set()
+
+
 def test_every_public_name_has_a_docstring():
     assert without_docstring(public_objects(public_modules())) == []
 
@@ -95,10 +112,10 @@ def test_the_checks_can_fail():
     class Bare:
         pass
 
-    offered = {"specdec.Bare": Bare}
-    assert undocumented(offered, documented_objects()) == ["specdec.Bare"]
-    assert without_docstring(offered) == ["specdec.Bare"]
-    assert without_example(offered, "BareMinimum()") == ["specdec.Bare"]
+    bare = {"specdec.Bare": Bare}
+    assert undocumented(bare, documented_objects()) == ["specdec.Bare"]
+    assert without_docstring(bare) == ["specdec.Bare"]
+    assert without_example(bare, "BareMinimum()") == ["specdec.Bare"]
 
 
 @pytest.mark.parametrize("absent", ["triton", "specdec_kernels"])

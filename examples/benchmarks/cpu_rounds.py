@@ -12,6 +12,7 @@ taken off. Speeds are ratios within one run.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
 import time
@@ -31,7 +32,6 @@ from specdec.testing.smollm2 import load_smollm2
 
 SETS = ("summarization", "rag", "multi_turn")
 DRAFTERS = ("lookup", "suffix", "combined")
-NEW_TOKENS = 96
 PEER_DRAFTS = 10
 
 Method = Callable[[dict[str, Tensor]], Tensor]
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("overhead", *SETS), action="append")
     parser.add_argument("--count", type=int, default=20, help="prompts per set")
     parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the start of a set")
+    parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write raw results here instead of the report")
     parser.add_argument("--merge", type=Path, nargs="+", help="saved raw results to make the report from")
@@ -60,7 +61,7 @@ def main() -> None:
                 raw["overhead"] = overhead(model)
             else:
                 prompts = spec_bench(arguments.prompts, part)[arguments.skip :][: arguments.count]
-                raw["sets"][part] = measure_set(model, tokenizer, prompts)
+                raw["sets"][part] = measure_set(model, tokenizer, prompts, arguments.new_tokens)
     if arguments.save:
         arguments.save.write_text(json.dumps(raw), encoding="utf-8")
     else:
@@ -75,14 +76,14 @@ def spec_bench(path: Path, name: str) -> list[list[str]]:
     return [row["turns"] for row in rows if row["category"] == name]
 
 
-def measure_set(model: PreTrainedModel, tokenizer: Any, prompts: list[list[str]]) -> dict[str, Any]:
+def measure_set(model: PreTrainedModel, tokenizer: Any, prompts: list[list[str]], new_tokens: int) -> dict[str, Any]:
     """Seconds, tokens and rounds of every method over one set of prompts."""
-    methods, generators = contestants(model)
+    methods, generators = contestants(model, new_tokens)
     totals: dict[str, dict[str, Any]] = {name: defaultdict(float) for name in ("plain", *methods)}
     widths: dict[str, dict[str, int]] = {name: defaultdict(int) for name in generators}
-    for inputs in conversations(model, tokenizer, prompts):
+    for inputs in conversations(model, tokenizer, prompts, new_tokens):
         prefill = seconds(lambda: model.generate(**inputs, max_new_tokens=1, do_sample=False))[0]  # noqa: B023
-        took, expected = seconds(lambda: model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False))  # noqa: B023
+        took, expected = seconds(lambda: model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False))  # noqa: B023
         fresh = expected.shape[1] - inputs["input_ids"].shape[1]
         _add(totals["plain"], took - prefill, fresh, fresh, 0)
         for name, method in methods.items():
@@ -110,7 +111,9 @@ def _add(total: dict[str, Any], seconds: float, tokens: int, passes: int, differ
         total[name] += value
 
 
-def conversations(model: PreTrainedModel, tokenizer: Any, prompts: list[list[str]]) -> Iterator[dict[str, Tensor]]:
+def conversations(
+    model: PreTrainedModel, tokenizer: Any, prompts: list[list[str]], new_tokens: int
+) -> Iterator[dict[str, Tensor]]:
     """Inputs of every turn; the answers before it are plain greedy decoding's."""
     for turns in prompts:
         messages: list[dict[str, str]] = []
@@ -121,12 +124,12 @@ def conversations(model: PreTrainedModel, tokenizer: Any, prompts: list[list[str
             )
             yield dict(inputs)
             if place + 1 < len(turns):
-                ids = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+                ids = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
                 text = tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
                 messages.append({"role": "assistant", "content": text})
 
 
-def contestants(model: PreTrainedModel) -> tuple[dict[str, Method], dict[str, SpeculativeGenerator]]:
+def contestants(model: PreTrainedModel, new_tokens: int) -> tuple[dict[str, Method], dict[str, SpeculativeGenerator]]:
     """Every method by name: the peers, and ours with the goodput controller and with the full tree every round."""
     made = {
         "lookup": lambda: drafters.PromptLookupDrafter(),
@@ -139,28 +142,33 @@ def contestants(model: PreTrainedModel) -> tuple[dict[str, Method], dict[str, Sp
         generators[f"{name}_full"] = SpeculativeGenerator(model, make(), trees.BestFirst(nodes=15))
     methods: dict[str, Method] = {
         "transformers": lambda inputs: model.generate(
-            **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, prompt_lookup_num_tokens=PEER_DRAFTS
+            **inputs, max_new_tokens=new_tokens, do_sample=False, prompt_lookup_num_tokens=PEER_DRAFTS
         )
     }
     if importlib.util.find_spec("economize"):
-        methods["economize"] = economize(model)
+        methods["economize"] = economize(model, new_tokens)
     for name, generator in generators.items():
         methods[name] = lambda inputs, generator=generator: generator.generate(
-            **inputs, max_new_tokens=NEW_TOKENS, do_sample=False
+            **inputs, max_new_tokens=new_tokens, do_sample=False
         )
     return methods, generators
 
 
-def economize(model: PreTrainedModel) -> Method:
-    """economize's prompt lookup with as many drafts as transformers' gets."""
+def economize(model: PreTrainedModel, new_tokens: int) -> Method:
+    """Prompt lookup of economize with as many drafts as transformers' gets; its `generate` needs an older transformers."""
     import economize
     from economize.techniques.lookup import LookupConfig
 
     wrapped = economize.apply(model, LookupConfig())
     decoding = economize.DecodeConfig(cycle_length=PEER_DRAFTS + 1)
-    return lambda inputs: wrapped.generate(
-        inputs["input_ids"], max_new_tokens=NEW_TOKENS, do_sample=False, decoding=decoding
-    )
+    stop = model.generation_config.eos_token_id
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        prompt = inputs["input_ids"]
+        answer = wrapped.decode(prompt, new_tokens, decoding=decoding, stop=stop)
+        return torch.cat([prompt, answer.tokens[None]], 1)
+
+    return run
 
 
 class FullTree:
@@ -219,6 +227,7 @@ def library_time(model: PreTrainedModel, context: int, rounds: int) -> dict[str,
     spent: list[float] = []
     plain_forward = model.forward
 
+    @functools.wraps(plain_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         output = plain_forward(*args, **kwargs)

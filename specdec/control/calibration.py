@@ -14,6 +14,7 @@ over later rounds, so nodes that were never verified are judged too, at no cost.
 import bisect
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -31,12 +32,27 @@ Outcome = tuple[int, float, bool]
 """Depth of a node whose parent was accepted, the probability predicted for it, and whether it was accepted."""
 
 
+class Assessment(NamedTuple):
+    """What a drafted tree is worth.
+
+    Attributes:
+        values: probability that each node is accepted; 1 at the root, 0 on padding.
+        floors: the same in a cautious view, which believes outcomes only.
+        predicted: the drafter's conditional probability of each node.
+    """
+
+    values: Float[Tensor, "batch nodes"]
+    floors: Float[Tensor, "batch nodes"]
+    predicted: Float[Tensor, "batch nodes"]
+
+
 class Calibration:
     """A table of acceptance outcomes by depth and predicted probability; old outcomes fade.
 
     >>> calibration = Calibration()
     >>> calibration.add([(1, 0.9, False)] * 20)  # the drafter is sure and always wrong
-    >>> calibration.edges(torch.tensor([0.9]), torch.tensor([1])).item() < 0.1
+    >>> said = torch.tensor([0.9])
+    >>> calibration.edges(said, torch.tensor([1]), prior=said).item() < 0.1
     True
     """
 
@@ -57,35 +73,38 @@ class Calibration:
             self._hits[row][column] += accepted
             self._trials[row][column] += 1.0
 
-    def edges(self, predicted: Float[Tensor, "*shape"], depth: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    def edges(
+        self, predicted: Float[Tensor, "*shape"], depth: Int[Tensor, "*shape"], prior: Float[Tensor, "*shape"]
+    ) -> Float[Tensor, "*shape"]:
         """Probability that a node at this depth is accepted, given that its parent is.
 
         Args:
             predicted: the drafter's conditional probability of each node.
             depth: depth of each node, from 1 on.
+            prior: what to believe of each node before any outcome was seen: the prediction itself, or 0 for a
+                cautious view.
         """
         dtype = predicted.dtype
         hits, trials = torch.tensor(self._hits, dtype=dtype), torch.tensor(self._trials, dtype=dtype)
         column = torch.bucketize(predicted, torch.tensor(_BOUNDS, dtype=dtype))
         cell = torch.bucketize(depth, torch.tensor(_DEPTHS)) * hits.shape[1] + column
-        pooled = (_TRUST * predicted + hits.sum(0)[column]) / (_TRUST + trials.sum(0)[column])
+        pooled = (_TRUST * prior + hits.sum(0)[column]) / (_TRUST + trials.sum(0)[column])
         return (_TRUST * pooled + hits.flatten()[cell]) / (_TRUST + trials.flatten()[cell])
 
-    def values(
-        self, tree: DraftTree
-    ) -> tuple[Float[Tensor, "batch nodes"], Float[Tensor, "batch nodes"], Int[Tensor, "batch nodes"]]:
-        """Acceptance probability of each node, its predicted edge probability, and its depth.
-
-        The root has value 1 and padding 0. The tree must be deterministic and lie on the CPU.
-        """
+    def assess(self, tree: DraftTree) -> "Assessment":
+        """Values of all nodes of a deterministic tree that lies on the CPU."""
         parents = tree.parents.clamp_min(0)
         ancestry = topology.ancestor_matrix(tree.parents)
         depth = ancestry.sum(-1) - 1
         scores = torch.where(tree.valid, tree.scores, 0.0).double()
         predicted = (scores - scores.gather(1, parents)).clamp(-30.0, 0.0).exp()
-        edges = torch.where(depth > 0, self.edges(predicted, depth), 1.0)
-        paths = (ancestry.double() @ edges.log()[:, :, None]).squeeze(-1)
-        return torch.where(tree.valid, paths.exp(), 0.0), predicted, depth
+
+        def along_paths(prior: Tensor) -> Tensor:
+            edges = torch.where(depth > 0, self.edges(predicted, depth, prior), 1.0)
+            paths = (ancestry.double() @ edges.clamp_min(1e-30).log()[:, :, None]).squeeze(-1)
+            return torch.where(tree.valid, paths.exp(), 0.0)
+
+        return Assessment(along_paths(predicted), along_paths(torch.zeros_like(predicted)), predicted)
 
     def table(self) -> list[tuple[str, float, float]]:
         """For each predicted range with outcomes: its name, the outcomes (faded), and the share accepted."""

@@ -31,7 +31,7 @@ _STEEPEST_WIDTH = 0.7  # single samples above this are start-up
 _DRAFT_POWER = 0.5  # between drafting a block at once and taking one forward per token
 _SAMPLED_PRIOR = 0.6  # chance that a drawn token is accepted, before any was seen
 _FREE = 0.01  # drafting that takes less than this share of a plain round is free
-_STARTUP = 0.5  # plain rounds that the first draft counts for at most: it also starts the drafter
+_STARTUP = 0.3  # plain rounds that the first draft counts for at most: it also starts the drafter
 _GROWTH = 4  # a budget may be this much larger than any before
 _PATIENCE = 64  # most rounds between two probes
 
@@ -54,9 +54,9 @@ class Goodput:
     1
     """
 
-    def __init__(self, *, costs: VerifyCosts | None = None, max_loss: float = 0.01) -> None:
+    def __init__(self, *, costs: VerifyCosts | None = None, max_loss: float = 0.015) -> None:
         if not max_loss >= 0:
-            raise ValueError(f"max_loss is a share of time, 0 or more (0.01 is one percent), got {max_loss}.")
+            raise ValueError(f"max_loss is a share of time, 0 or more (0.02 is two percent), got {max_loss}.")
         self.costs = costs
         self.max_loss = max_loss
         self.start(nodes=0, sampled=False)
@@ -74,7 +74,7 @@ class Goodput:
         self._purse = Purse(self.max_loss)
         self._trails: dict[int, Trail] = {}
         self._drafted: list[Trail] | None = None  # this round's tree, one trail per row
-        self._marginals: list[float] = []
+        self._marginals: tuple[list[float], list[float]] = ([], [])  # falling values, cautious values
         self._foreseen = 0.0  # accepted tokens expected of this round
         self._rate = 0.0  # tokens per second and row of the best policy known
         self._active = 0  # rows that committed in the last round
@@ -102,7 +102,7 @@ class Goodput:
             return 1
         free = self._draft_bound(nodes) <= _FREE * self._plain
         if free and not self._sampled:
-            self._rate = self._outlook.best(self._rate, self._draft, self._verify, largest=nodes).rate
+            self._rate = self._outlook.best(self._rate, self._drafting, self._verify, largest=nodes).rate
             return nodes
         size = self._plan()
         if self._reference_due():
@@ -116,12 +116,12 @@ class Goodput:
         """The budget that pays best and can be afforded."""
         largest = min(self._sizes[-1], _GROWTH * max(self._draft.measured))
         while largest:
-            offer = self._outlook.best(self._rate, self._draft, self._verify, largest=largest)
+            offer = self._outlook.best(self._rate, self._drafting, self._verify, largest=largest)
             self._rate = offer.rate
             if offer.size == 0:
                 break
             seconds = self._draft_bound(offer.size) + offer.seconds
-            if self._purse.affords(seconds / self._plain - 1.0, foreseen=offer.tokens - 1.0):
+            if self._purse.affords(seconds / self._plain - 1.0, foreseen=offer.floor - 1.0):
                 self._foreseen = offer.tokens - 1.0
                 return offer.size
             largest = offer.size - 1
@@ -133,7 +133,7 @@ class Goodput:
             size = min(2 * max(self._draft.measured), self._sizes[-1])
         else:
             size = max((s for s in self._sizes[1:] if self._draft_bound(s) <= 0.1 * self._plain), default=1)
-        cost = self._draft(size) / self._plain
+        cost = self._drafting(size) / self._plain
         if self._sampled:
             cost += self._width_bound(size + 1) / self._plain - 1.0
         patience = min(max(256 * cost, 1.0), _PATIENCE)
@@ -147,7 +147,7 @@ class Goodput:
         """Whether a plain round must be measured (again): the clearer the gain, the later."""
         speedup, count = self._rate * self._plain, self._verify.count(1)
         if count < 2:
-            return not self._paid or self._rounds >= 4 * (count + 1) * speedup**2
+            return (not self._paid and speedup < 2) or self._rounds >= 4 * (count + 1) * speedup**2
         return speedup < 1.5 and self._since_plain >= _PATIENCE
 
     def prune(self, tree: DraftTree) -> DraftTree:
@@ -169,22 +169,22 @@ class Goodput:
         if not self._verify.measured:
             return most
         sizes = [size for size in self._sizes if size < most] + [most]
-        curve = gains(self._marginals, sizes, extend=False)
+        curve, floor = (gains(marginals, sizes, extend=False) for marginals in self._marginals)
         plain = self._plain
         rate = max(self._rate, 1.0 / plain)
         best, surplus = 0, -rate * plain
         self._foreseen = 0.0
-        for size, gain in zip(sizes[1:], curve[1:], strict=True):
+        for size, gain, least in zip(sizes[1:], curve[1:], floor[1:], strict=True):
             worth = gain - rate * self._verify(size + 1)
-            if worth > surplus and self._purse.affords(self._width_bound(size + 1) / plain - 1.0, foreseen=gain):
+            if worth > surplus and self._purse.affords(self._width_bound(size + 1) / plain - 1.0, foreseen=least):
                 best, surplus, self._foreseen = size, worth, gain
         if best == 0 and self._rounds >= 2**self._trials:
-            for size, gain in zip(sizes[1:], curve[1:], strict=True):
+            for size, gain, least in zip(sizes[1:], curve[1:], floor[1:], strict=True):
                 if size < min(3, most) or self._verify.count(size + 1) > 1:
                     continue
                 hope = self._verify(self._settled(size + 1))
                 cost = self._width_bound(size + 1) / plain - 1.0
-                if 1 + gain >= 1.03 * rate * hope and self._purse.affords(cost, foreseen=gain):
+                if 1 + gain >= 1.03 * rate * hope and self._purse.affords(cost, foreseen=least):
                     self._trials += 1
                     self._foreseen = gain
                     return size
@@ -197,11 +197,17 @@ class Goodput:
         """Seconds of a plain round."""
         return self._verify(1)
 
+    def _drafting(self, size: int) -> float:
+        """Seconds that drafting this many nodes takes."""
+        seconds = self._draft(size)
+        if self._drafted_rounds == 1:
+            seconds = min(seconds, _STARTUP * self._plain * size**_DRAFT_POWER)
+        return seconds
+
     def _draft_bound(self, size: int) -> float:
         """Seconds that drafting this many nodes may take, in a cautious view."""
-        largest = max((s for s in self._draft.measured if s <= size), default=0)
-        bound = max(self._draft(size), self._draft(largest) * size / largest if largest else 0.0)
-        return min(bound, _STARTUP * size * self._plain) if self._drafted_rounds == 1 else bound
+        largest = max((s for s in self._draft.measured if s <= size), default=size)
+        return max(self._drafting(size), self._drafting(largest) * size / largest)
 
     def _settled(self, width: int) -> int:
         """The largest width up to this one that was measured more than once."""
@@ -219,14 +225,17 @@ class Goodput:
     def _study(self, tree: DraftTree) -> Float[Tensor, "batch nodes"]:
         """Values of the nodes of a drafted tree; remembers the tree and its gain curve."""
         host = DraftTree(tree.tokens.cpu(), tree.parents.cpu(), tree.num_nodes.cpu(), tree.scores.cpu())
-        values, predicted, _ = self._calibration.values(host)
+        values, floors, predicted = self._calibration.assess(host)
         tokens, parents, edges = host.tokens.tolist(), host.parents.tolist(), predicted.tolist()
         self._drafted = [
             Trail(tokens[row][:count], parents[row], edges[row]) for row, count in enumerate(host.num_nodes.tolist())
         ]
-        ranked = values[:, 1:].sort(-1, descending=True).values
-        self._marginals = (ranked.sum(0) / (self._active or tree.tokens.shape[0])).tolist()
-        self._outlook.add(gains(self._marginals, self._sizes, extend=tree.width > self._asked))
+        rows = self._active or tree.tokens.shape[0]
+        ranked, order = values[:, 1:].sort(-1, descending=True)
+        self._marginals = (ranked.sum(0) / rows).tolist(), (floors[:, 1:].gather(1, order).sum(0) / rows).tolist()
+        full = tree.width > self._asked
+        curve, floor = (gains(marginals, self._sizes, extend=full) for marginals in self._marginals)
+        self._outlook.add(curve, floor)
         return values
 
     def observe(self, round: Round) -> None:
@@ -245,22 +254,19 @@ class Goodput:
         self._calibration.add(outcomes)
         self._purse.earn(tokens)
         if round.budget:
-            self._account(round, tokens, len(outcomes))
+            self._account(round, tokens)
         if round.budget and self._sampled:
             self._foresee(round)
         self._drafted = None
 
-    def _account(self, round: Round, tokens: float, outcomes: int) -> None:
+    def _account(self, round: Round, tokens: float) -> None:
         """Books a round that drafted. The very first draft also starts the drafter, so little of it counts."""
         self._drafted_rounds += 1
         if self._drafted_rounds == 2 and max(self._draft.measured.values()) > _STARTUP * self._plain:
             self._draft = CostMeter(lambda size: size**_DRAFT_POWER, steepest=1.0)
         self._draft.add(round.budget, round.times.draft + round.times.grow)
-        seconds = self._draft(round.budget)
-        if self._drafted_rounds == 1:
-            seconds = min(seconds, _STARTUP * self._plain)
-        cost = (seconds + self._verify(round.tree.width)) / self._plain
-        self._purse.book(cost=cost, tokens=tokens, foreseen=self._foreseen, outcomes=outcomes)
+        cost = (self._drafting(round.budget) + self._verify(round.tree.width)) / self._plain
+        self._purse.book(cost=cost, tokens=tokens, foreseen=self._foreseen)
         self._paid = tokens >= cost
         self._since_draft = 0
 
@@ -295,9 +301,12 @@ class Goodput:
         nodes = round.tree.width - 1
         reach = int(topology.depths(round.tree.parents).max()) / nodes if nodes else 1.0
         depths = torch.arange(1, self._sizes[-1] + 1)
-        edges = self._calibration.edges(torch.full(depths.shape, _SAMPLED_PRIOR), depths)
-        expected = [0.0, *edges.cumprod(0).cumsum(0).tolist()]
-        self._outlook.add([expected[math.ceil(size * reach)] for size in self._sizes])
+        said = torch.full(depths.shape, _SAMPLED_PRIOR)
+        curves = []
+        for prior in (said, torch.zeros_like(said)):
+            expected = [0.0, *self._calibration.edges(said, depths, prior).cumprod(0).cumsum(0).tolist()]
+            curves.append([expected[math.ceil(size * reach)] for size in self._sizes])
+        self._outlook.add(*curves)
 
     # ------------------------------------------------------------------------------------------------- report
 

@@ -57,12 +57,14 @@ class Offer(NamedTuple):
     Attributes:
         size: tree budget.
         tokens: committed tokens, bonus included.
+        floor: the same in a cautious view.
         seconds: time of the target's pass.
         rate: tokens per second, drafting included.
     """
 
     size: int
     tokens: float
+    floor: float
     seconds: float
     rate: float
 
@@ -78,11 +80,11 @@ class Outlook:
     def __init__(self, sizes: Sequence[int], *, prunable: bool) -> None:
         self.sizes = sizes
         self._prunable = prunable
-        self._curves: deque[Sequence[float]] = deque(maxlen=_TREES if prunable else 1)
+        self._curves: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=_TREES if prunable else 1)
 
-    def add(self, curve: Sequence[float]) -> None:
-        """Adds the gain curve of a tree."""
-        self._curves.append(curve)
+    def add(self, curve: Sequence[float], floor: Sequence[float]) -> None:
+        """Adds the gain curve of a tree, and the one in a cautious view."""
+        self._curves.append((curve, floor))
 
     def best(
         self, rate: float, draft: Callable[[int], float], verify: Callable[[int], float], *, largest: int
@@ -101,24 +103,26 @@ class Outlook:
         drafts = [0.0, *(draft(size) for size in self.sizes[1:] if size <= largest)]
         choice = 0
         for _ in range(2):
-            tokens, seconds = self._earnings(rate, passes[: len(drafts)])
+            tokens, floors, seconds = self._earnings(rate, passes[: len(drafts)])
             surplus = [t - rate * (s + d) for t, s, d in zip(tokens, seconds, drafts, strict=True)]
             choice = max(range(len(drafts)), key=surplus.__getitem__)
             rate = max(plain, tokens[choice] / (seconds[choice] + drafts[choice]))
-        return Offer(self.sizes[choice], tokens[choice], seconds[choice], rate)
+        return Offer(self.sizes[choice], tokens[choice], floors[choice], seconds[choice], rate)
 
-    def _earnings(self, rate: float, passes: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Mean tokens and verify seconds of a round by budget, when each round verifies what is best at `rate`."""
-        tokens, seconds, total, weight = [0.0] * len(passes), [0.0] * len(passes), 0.0, 1.0
-        for curve in reversed(self._curves):
+    def _earnings(self, rate: float, passes: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
+        """Mean tokens, cautious tokens and verify seconds by budget, when each round verifies what is best."""
+        tokens, floors, seconds = ([0.0] * len(passes) for _ in range(3))
+        total, weight = 0.0, 1.0
+        for curve, floor in reversed(self._curves):
             pick = 0
             for size in range(len(passes)):
                 if not self._prunable or curve[size] - curve[pick] > rate * (passes[size] - passes[pick]):
                     pick = size
                 tokens[size] += weight * (1.0 + curve[pick])
+                floors[size] += weight * (1.0 + floor[pick])
                 seconds[size] += weight * passes[pick]
             total += weight
             weight *= _FADE
         if not total:
-            return [1.0] * len(passes), list(passes)
-        return [t / total for t in tokens], [s / total for s in seconds]
+            return [1.0] * len(passes), [1.0] * len(passes), list(passes)
+        return [t / total for t in tokens], [f / total for f in floors], [s / total for s in seconds]

@@ -8,8 +8,9 @@ were seen, and as far as earlier foresight came true.
 
 _CREDIT = 1.0  # plain rounds that a call may lose at once
 _WINNINGS = 4.0  # plain rounds' worth of past winnings that count
-_DOUBT = 4.0  # outcomes after which foresight counts for half
-_FADE = 0.95  # memory of how far foresight came true, per drafted round
+_PRIOR = 4.0  # accepted tokens for which foresight is believed at the start
+_WEIGHT = 3.0  # accepted tokens foreseen in one round that count for its truth
+_FADE = 0.95  # memory of that, per drafted round
 
 
 class Purse:
@@ -21,7 +22,7 @@ class Purse:
     >>> purse = Purse(max_loss=0.01)
     >>> purse.affords(1.0, foreseen=3.0), purse.affords(1.1, foreseen=3.0)
     (True, False)
-    >>> purse.book(cost=1.2, tokens=4.0, foreseen=3.0, outcomes=4)
+    >>> purse.book(cost=1.2, tokens=4.0, foreseen=3.0)
     >>> round(purse.balance, 2), purse.affords(5.0, foreseen=3.0)
     (3.8, True)
     """
@@ -30,26 +31,24 @@ class Purse:
         self._max_loss = max_loss
         self._won = 0.0
         self._credit = _CREDIT
-        self._outcomes = 0.0
-        self._foreseen = self._accepted = 2.0
+        self._foreseen = self._accepted = _PRIOR
 
     def earn(self, tokens: float) -> None:
         """Lets the credit grow with the tokens (mean over rows) of a round."""
         self._credit += self._max_loss * tokens
 
-    def book(self, *, cost: float, tokens: float, foreseen: float, outcomes: int) -> None:
+    def book(self, *, cost: float, tokens: float, foreseen: float) -> None:
         """Books a round that drafted.
 
         Args:
             cost: what it took, in plain rounds.
             tokens: tokens committed, mean over rows.
             foreseen: accepted tokens that were expected, mean over rows.
-            outcomes: nodes of which it became known whether they are accepted.
         """
         self._won = min(self._won + tokens - cost, _WINNINGS)
-        self._outcomes += outcomes
-        self._foreseen = _FADE * self._foreseen + foreseen
-        self._accepted = _FADE * self._accepted + tokens - 1
+        weight = min(1.0, _WEIGHT / max(foreseen, _WEIGHT))
+        self._foreseen = _FADE * self._foreseen + weight * foreseen
+        self._accepted = _FADE * self._accepted + weight * (tokens - 1)
 
     @property
     def balance(self) -> float:
@@ -63,5 +62,6 @@ class Purse:
 
     def affords(self, cost: float, *, foreseen: float) -> bool:
         """Whether a round may spend `cost` plain rounds beyond its first, for `foreseen` accepted tokens."""
-        trust = self._outcomes / (self._outcomes + _DOUBT) * min(1.0, self._accepted / self._foreseen)
-        return cost - trust * foreseen <= max(0.0, self.balance) and self.balance > -self._credit
+        trust = min(1.0, self._accepted / self._foreseen)
+        spare = self.balance if cost <= _CREDIT else 0.5 * self.balance
+        return cost - trust * foreseen <= max(0.0, spare) and self.balance > -self._credit

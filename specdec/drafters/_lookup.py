@@ -123,7 +123,7 @@ class LookupDrafter(ABC):
         self,
         tokens: Int[Tensor, "batch new"],
         counts: Int[Tensor, " batch"],
-        features: Float[Tensor, "batch new features"] | None = None,  # noqa: ARG002 - the seam's signature
+        features: Float[Tensor, "batch new features"] | None = None,
     ) -> None:
         """Appends the first `counts[b]` of `tokens[b]` to row b."""
         rows = self._started("commit")

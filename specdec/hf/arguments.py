@@ -80,7 +80,7 @@ ARGUMENTS: tuple[Argument, ...] = (
     *_supported("output_hidden_states output_attentions", "shaped as in generate"),
     *_supported("use_cache", "verification always keeps a cache of its own; False only means that none is returned"),
     *_supported(
-        "cache past_key_values", "a DynamicCache to continue from is copied, never changed; the grown one is returned"
+        "cache past_key_values", "a DynamicCache to continue from is copied, never changed; the grown one is returned, None if rows end unevenly"
     ),
     *_supported("prefill_chunk_size", "as in generate"),
     *_refused(

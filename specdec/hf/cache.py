@@ -185,7 +185,7 @@ class RowCache(compat.Cache):
         Raises:
             UnsupportedError: for cache layers other than the dynamic full and sliding ones.
         """
-        for mine, theirs in zip(self.layers, cache.layers, strict=False):
+        for mine, theirs in zip(self.layers, getattr(cache, "layers", [cache]), strict=False):
             if not isinstance(mine, RowLayer) or not getattr(theirs, "is_initialized", True):
                 continue
             # Quantized and hybrid layers inherit from the plain ones but keep other state beside the keys.

@@ -249,9 +249,10 @@ class TokenLedger:
             raise RuntimeError("commit() needs a law() call before it.")
         output, node, logits, scores = self._at
         for row in members:
-            place = int(node[row])
-            columns = self._attention_columns(row, place) if self._attention_columns is not None else None
-            self._records.add(row, self._lengths[row] - self._prompt, place, logits, scores, output, columns)
+            place, index = int(node[row]), self._lengths[row] - self._prompt
+            # The first token's attentions are the prompt's, and kept whole.
+            columns = self._attention_columns(row, place) if self._attention_columns is not None and index else None
+            self._records.add(row, index, place, logits, scores, output, columns)
 
     def _stop(self, columns: list[int]) -> None:
         """Asks the criteria with each row's exact prefix and marks the rows that are done."""

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
 from specdec.hf.cache import RowCache
 from specdec.trees import topology
@@ -115,7 +115,8 @@ class ModelTarget:
         return self._pack(output, output.logits[:, -1:])
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        """One forward over all nodes of a tree."""
+        """One forward over all nodes of a tree; an earlier one that was not committed is dropped."""
+        self._drop_pending()
         visible = topology.ancestor_matrix(tree.parents)
         return self.append(tree.tokens, visible.sum(-1) - 1, visible)
 
@@ -130,7 +131,18 @@ class ModelTarget:
         depths: Int[Tensor, "batch rows"],
         visible: Bool[Tensor, "batch rows pending"],
     ) -> TargetOutput:
-        """Runs new rows after the pending ones; see `specdec.protocols.ModelRunner`."""
+        """Runs new rows after the pending ones; see `specdec.protocols.ModelRunner`.
+
+        Raises:
+            ShapeError: if `visible` does not have one column for each pending row, the new ones included.
+        """
+        expected = (*tokens.shape, self._pending_depths.shape[1] + tokens.shape[1])
+        if depths.shape != tokens.shape or tuple(visible.shape) != expected:
+            raise ShapeError(
+                f"{tokens.shape[1]} new rows after {self._pending_depths.shape[1]} pending ones need depths of shape "
+                f"{list(tokens.shape)} and visible of shape {list(expected)}, got {list(depths.shape)} and "
+                f"{list(visible.shape)}."
+            )
         lengths = self.cache.lengths
         self._last_lengths, self._last_visible = lengths, visible
         self._pending_depths = torch.cat([self._pending_depths, depths], 1)
@@ -152,6 +164,10 @@ class ModelTarget:
         """Commits pending rows; see `specdec.protocols.ModelRunner`."""
         self.cache.keep(rows, counts)
         self._next_position = self._next_position + counts
+        self._drop_pending()
+
+    def _drop_pending(self) -> None:
+        self.cache.pending = 0
         self._pending_depths = self._pending_depths[:, :0]
 
     def plain_columns(self, row: int, node: int) -> tuple[Tensor, ...]:

@@ -176,7 +176,10 @@ def _draw_children(
         tokens = draw(law, count, generator)
         return tokens, law.gather(-1, tokens).log()
     # Only proposals have mass, so that the draw can be among them. Where there is none, the id may be anyone's.
-    among = law.gather(-1, found.tokens).masked_fill(found.log_probs == -torch.inf, 0)
+    none = found.log_probs == -torch.inf
+    # An id that stands there twice has its mass in the law once, and would be drawn too often.
+    again = ((found.tokens.unsqueeze(-1) == found.tokens.unsqueeze(-2)) & ~none.unsqueeze(-2)).tril(-1).any(-1)
+    among = law.gather(-1, found.tokens).masked_fill(none | again, 0)
     ranks = draw(among, count, generator)
     return found.tokens.gather(-1, ranks), among.gather(-1, ranks).log()
 

@@ -70,7 +70,8 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
     steps = torch.zeros(batch, nodes, nodes, device=parents.device)
     steps.scatter_(2, parents.clamp_min(0).unsqueeze(2), -(parents >= 0).to(steps.dtype).unsqueeze(2))
     eye = torch.eye(nodes, device=parents.device).expand(batch, nodes, nodes)
-    return torch.linalg.solve_triangular(steps, eye, upper=False, unitriangular=True).bool()
+    reach: Tensor = torch.linalg.solve_triangular(steps, eye, upper=False, unitriangular=True)
+    return reach.bool()
 
 
 def pack(matrix: Bool[Tensor, "batch nodes columns"]) -> Int[Tensor, "batch nodes words"]:

@@ -77,8 +77,13 @@ def walk(
     path = []
     while True:
         probs = target_probs[rows, node]
-        wide = probs if probs.dtype == torch.float64 else probs.to(torch.float32)
-        token, child = verifier.step(tree, node, TargetLaw(scores=wide.log(), greedy=False), generator=generator)
+        scores = (probs if probs.dtype == torch.float64 else probs.to(torch.float32)).log()
+        if not bool(active.all()):
+            # Ended rows get a law without chance: what is drawn for them means nothing.
+            certain = torch.full_like(scores, -torch.inf)
+            certain[:, 0] = 0.0
+            scores = torch.where(active[:, None], scores, certain)
+        token, child = verifier.step(tree, node, TargetLaw(scores=scores, greedy=False), generator=generator)
         onward = active & (child >= 0)
         bonus = torch.where(active & ~onward, token, bonus)
         path.append(torch.where(onward, child, -1))

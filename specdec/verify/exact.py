@@ -21,7 +21,7 @@ True
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from jaxtyping import Float, Int
@@ -233,6 +233,7 @@ class _Scripted(TorchFunctionMode):
         self._script = script
         self._taken: list[int] = []
 
+    @no_type_check  # every torch call comes through here
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -1,8 +1,11 @@
 """What the lookup drafters should say, by scanning; and how the tests ask a drafter."""
 
-from collections.abc import Sequence
+import gc
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import FunctionType, ModuleType
 
 import torch
 from hypothesis import strategies as st
@@ -39,8 +42,8 @@ def commit(drafter: Drafter, *rows: Sequence[int]) -> None:
 
 def proposals(answer: Candidates, row: int, node: int) -> list[tuple[int, float]]:
     """What stands in the answer for one node."""
-    scores = answer.log_probs[row, node].tolist()
-    return [(token, score) for token, score in zip(answer.tokens[row, node].tolist(), scores, strict=True) if score > -1e9]
+    offered = zip(answer.tokens[row, node].tolist(), answer.log_probs[row, node].tolist(), strict=True)
+    return [(token, score) for token, score in offered if score > -torch.inf]
 
 
 def ask(drafter: Drafter, roots: Sequence[int], *, count: int = 4, depth: int = 3, foreign: int = 7) -> list[Answers]:
@@ -92,6 +95,33 @@ def check_seam(answer: Candidates, frontier: Frontier, count: int) -> None:
         for node in range(frontier.tokens.shape[1]):
             tokens = [token for token, _ in proposals(answer, row, node)]
             assert len(set(tokens)) == len(tokens)
+
+
+def calls_of(function: Callable[[], object]) -> int:
+    """Function calls made by `function`, Python and C: a measure of work that no clock disturbs."""
+    number = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal number
+        number += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return number
+
+
+def size_of(thing: object) -> int:
+    """Bytes of everything that can be reached from `thing`, code left out."""
+    waiting, seen = [thing], dict[int, int]()
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) not in seen and not isinstance(thing, type | ModuleType | FunctionType):
+            seen[id(thing)] = sys.getsizeof(thing)
+            waiting += gc.get_referents(thing)
+    return sum(seen.values())
 
 
 # -------------------------------------------------------------------------------------------------------- by scanning
@@ -155,9 +185,7 @@ def counts(found: Sequence[Occurrence], path: Path, vocab_size: int) -> dict[int
     return seen
 
 
-def shares(
-    found: Sequence[Occurrence], vocab_size: int, most: int, least: Fraction
-) -> dict[Path, Fraction]:
+def shares(found: Sequence[Occurrence], vocab_size: int, most: int, least: Fraction) -> dict[Path, Fraction]:
     """The `most` nodes of largest share of the trie of `found`, `least` at least: the paper's greedy expansion."""
     kept: dict[Path, Fraction] = {}
     waiting: dict[Path, Fraction] = {(): Fraction(1)}

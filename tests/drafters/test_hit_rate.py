@@ -57,7 +57,7 @@ def test_it_follows_a_change_of_the_text():
         assert rate.rate(5) == pytest.approx(chance, abs=0.15)
 
 
-@pytest.mark.parametrize("options", [{"hits": 0}, {"misses": -1.0}, {"gain": -1.0}, {"decay": 0.0}, {"decay": 1.1}])
+@pytest.mark.parametrize("options", [{"hits": 0.0}, {"misses": -1.0}, {"gain": -1.0}, {"decay": 0.0}, {"decay": 1.1}])
 def test_bad_options_are_named(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         HitRate(**options)

@@ -1,6 +1,5 @@
 """The index against scanning: which occurrences are found, how long they match, what is freed."""
 
-import sys
 from array import array
 
 import pytest
@@ -8,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.drafters._ngram_index import NGramIndex
-from tests.drafters.lookup_reference import matching, texts
+from tests.drafters.lookup_reference import calls_of, matching, texts
 from tests.trees.random_trees import caught
 
 settings = st.fixed_dictionaries(
@@ -131,22 +130,6 @@ def test_leaking_indexes_are_caught(mutant):
         options=settings,
         tail=texts,
     )
-
-
-def calls_of(function):
-    """Function calls made by `function`, Python and C: a measure of work that no clock disturbs."""
-    number = 0
-
-    def count(frame, event, argument):
-        nonlocal number
-        number += event in ("call", "c_call")
-
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return number
 
 
 @pytest.mark.parametrize("loop", [[1], [1, 2, 3], [*range(50), *range(40)]])

@@ -82,7 +82,7 @@ def test_wrong_orders_are_caught(mutant):
 
 
 def test_preferring_the_oldest_is_caught(monkeypatch):
-    def oldest_first(pairs, reverse):
+    def oldest_first(pairs, **_):
         return sorted(pairs, key=lambda pair: (-pair[0], pair[1]))
 
     monkeypatch.setattr(module, "sorted", oldest_first, raising=False)
@@ -90,7 +90,7 @@ def test_preferring_the_oldest_is_caught(monkeypatch):
 
 
 def test_a_draft_that_stops_where_the_text_ends_is_caught(monkeypatch):
-    monkeypatch.setattr(module, "tokens_after", lambda log, at, *, repeat: log.tokens[at - log.base :])
+    monkeypatch.setattr(module, "tokens_after", lambda log, at, **_: log.tokens[at - log.base :])
     caught(law, PromptLookupDrafter, **cases)
 
 
@@ -133,7 +133,7 @@ def test_a_loop_is_continued_as_long_as_one_likes():
 def test_scores_follow_what_the_text_did():
     """The same suffix is more trusted where earlier suffixes went on as before than where they did not."""
     last = {}
-    for kind, follow in (("copies", lambda index: 30), ("differs", lambda index: 40 + index)):
+    for kind, follow in (("copies", lambda _: 30), ("differs", lambda index: 40 + index)):
         drafter = PromptLookupDrafter()
         drafter.start(context([1, 2, 30]))
         for index in range(15):

@@ -72,13 +72,13 @@ class Mutant(SuffixDrafter):
 
 
 class NoDepthLimit(Mutant):
-    class row(module._Row):  # noqa: N801
+    class row(module._Row):
         def _cap(self, length):
             return 100
 
 
 class ShareOfOneStep(Mutant):
-    class row(module._Row):  # noqa: N801
+    class row(module._Row):
         def probabilities(self, node):
             known = self._known.rate(node.length) if node.children else 0.0
             local = {token: child.share / node.share for token, child in node.children.items()}
@@ -89,7 +89,7 @@ class ShareOfOneStep(Mutant):
 class OwnTextOnly(Mutant):
     def __init__(self, **options):
         super().__init__(**options)
-        self.store.add = lambda tokens: None
+        self.store.add = lambda _tokens: None
 
 
 @pytest.mark.parametrize("mutant", [NoDepthLimit, ShareOfOneStep, OwnTextOnly])
@@ -100,9 +100,9 @@ def test_wrong_drafters_are_caught(mutant):
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
-        ("sum_of_shares", lambda trie, most, least: float(trie.length)),  # always the longest match
-        ("sum_of_shares", lambda trie, most, least: 1.0 / trie.length),  # always the shortest
-        ("tokens_after", lambda log, at, *, repeat: log.tokens[at - log.base :]),  # runs out at the end of the text
+        ("sum_of_shares", lambda trie, *_: float(trie.length)),  # always the longest match
+        ("sum_of_shares", lambda trie, *_: 1.0 / trie.length),  # always the shortest
+        ("tokens_after", lambda log, at, **_: log.tokens[at - log.base :]),  # runs out at the end of the text
     ],
 )
 def test_wrong_parts_are_caught(monkeypatch, name, wrong):
@@ -138,9 +138,9 @@ def test_the_sum_of_shares_is_that_of_the_largest_nodes(continuations, most, lea
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda trie, most, least: sum_of_shares(trie, 10**6, least),
-        lambda trie, most, least: sum_of_shares(trie, most, 0.0),
-        lambda trie, most, least: float(trie.run(most)),
+        lambda trie, _most, least: sum_of_shares(trie, 10**6, least),
+        lambda trie, most, _least: sum_of_shares(trie, most, 0.0),
+        lambda trie, most, _least: float(trie.run(most)),
     ],
 )
 def test_wrong_sums_are_caught(wrong):
@@ -255,7 +255,7 @@ def test_every_option_has_an_effect(text, stored, changed):
 
 @pytest.mark.parametrize(
     "options",
-    [{"factor": 0}, {"min_prob": 1.5}, {"min_match": 0}, {"max_match": 0}, {"max_requests": -1}, {"max_tokens": 0}],
+    [{"factor": 0.0}, {"min_prob": 1.5}, {"min_match": 0}, {"max_match": 0}, {"max_requests": -1}, {"max_tokens": 0}],
 )
 def test_bad_options_are_refused_at_construction(options):
     with pytest.raises(ValueError, match="need"):

@@ -1,7 +1,5 @@
 """The bounded memory: first in, first out, and what is evicted is freed."""
 
-import gc
-import tracemalloc
 from collections import Counter
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 
 from specdec.drafters import SuffixStore
 from specdec.errors import ShapeError
-from tests.drafters.lookup_reference import occurrences, texts
+from tests.drafters.lookup_reference import occurrences, size_of, texts
 from tests.trees.random_trees import caught
 
 drawn = {
@@ -68,7 +66,7 @@ class ForgetsOnPaper(SuffixStore):
     """Frees the count but not the tokens."""
 
     def add(self, tokens):
-        self.log.drop = lambda count: None
+        self.log.drop = lambda _count: None
         super().add(tokens)
 
 
@@ -78,19 +76,14 @@ def test_wrong_stores_are_caught(mutant):
 
 
 def test_memory_depends_on_the_limits_only():
-    def fill(number):
-        gc.collect()
-        tracemalloc.start()
-        store = SuffixStore(max_requests=20, max_tokens=2000)
+    def size(number):
+        store = SuffixStore(max_requests=20, max_tokens=1000)
         for request in range(number):
-            store.add([request * 37 % 5000 + step * step % 101 for step in range(100)])
-        gc.collect()
-        size = tracemalloc.get_traced_memory()[0]
-        tracemalloc.stop()
-        assert store.num_tokens == 2000
-        return size
+            store.add([request * 37 % 5000 + step * step % 101 for step in range(50)])
+        assert store.num_tokens == 1000
+        return size_of(store)
 
-    assert fill(400) < 1.5 * fill(20)
+    assert size(200) < 1.5 * size(20)
 
 
 def test_of_a_long_sequence_the_end_is_kept():

@@ -77,9 +77,10 @@ class Lattice:
         ranks = min(count, self.ranks)
         rows, wide = frontier.tokens.shape
         tokens = torch.zeros(rows, wide, ranks, dtype=torch.int64)
-        # Answers for padding are ignored, whatever they are.
-        scores = torch.full((rows, wide, ranks), torch.nan, dtype=self.dtype)
-        probs = torch.full((rows, wide, self.vocab), torch.nan, dtype=self.dtype) if self.whole else None
+        # Answers for padding are ignored, whether they look good or not.
+        noise = torch.nan if (self.seed + frontier.depth) % 2 else -0.25
+        scores = torch.full((rows, wide, ranks), noise, dtype=self.dtype)
+        probs = torch.full((rows, wide, self.vocab), abs(noise), dtype=self.dtype) if self.whole else None
         for row, paths in enumerate(self._paths):
             for node, path in enumerate(paths):
                 if path is None:

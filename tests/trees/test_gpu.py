@@ -88,11 +88,11 @@ def test_a_graph_replays_it(builder: TreeBuilder) -> None:
 
 
 def test_sampled_and_merged_trees_without_a_host_read(request: pytest.FixtureRequest) -> None:
-    sampled, best, chain = Sampled((3, 2, 1)), grow(BestFirst(15, depth=4), "cuda"), grow(Chain(6), "cuda")
-    grow(sampled, "cuda")()
+    sampled, best, chain = (grow(b, "cuda") for b in (Sampled((3, 2, 1)), BestFirst(15, depth=4), Chain(6)))
+    sampled()
     merge([best(), chain()])
     request.getfixturevalue("no_host_reads")
-    drawn = grow(sampled, "cuda")()
+    drawn = sampled()
     merged = merge([best(), chain()])
     torch.cuda.set_sync_debug_mode("default")
     topology.check(drawn)

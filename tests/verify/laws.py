@@ -90,9 +90,9 @@ def deterministic_trees(draw: st.DrawFn, vocab: int = 3, depth: int = 2, chain: 
 
 def relisted(tree: DraftTree, seed: int) -> DraftTree:
     """The same trees with their nodes in another topological order; siblings keep their order (that of the draws)."""
-    rng = random.Random(seed)
     orders = []
     for parents, count in zip(tree.parents.tolist(), tree.num_nodes.tolist(), strict=True):
+        rng = random.Random(seed)  # trees of one shape stay of one shape
         waiting = {node: [c for c in range(1, count) if parents[c] == node] for node in range(count)}
         order, heads = [], [0]
         while heads:

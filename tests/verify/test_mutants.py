@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec.protocols import TreeBuilder
 from specdec.trees import topology
 from specdec.types import DraftTree, TargetLaw, Verdict
 from specdec.verify import (
@@ -156,6 +157,9 @@ class OneTruthPerPath:
     lossless = True
     stepwise = False
 
+    def check(self, builder: TreeBuilder) -> None:
+        pass
+
     def __call__(self, tree: DraftTree, target_probs: Tensor, *, generator: torch.Generator | None = None) -> Verdict:
         best: list[int] = []
         bonus = None
@@ -190,7 +194,7 @@ def test_mutant_one_truth_per_path():
 # ------------------------------------------------------------------------------------------------------- path rules
 
 
-def errors(rule: Any, branches: tuple[int, ...], seeds: range = range(6)) -> list[float]:
+def errors(rule: Any, branches: tuple[int, ...], seeds: range = range(3)) -> list[float]:
     """Error in the law of the next tokens, on some fixed laws."""
     found = []
     for seed in seeds:
@@ -207,9 +211,9 @@ def test_mutant_block_stops_at_the_first_failure():
 
 @pytest.mark.parametrize("mutant", [divides_mass, keeps_weight, keeps_target, keeps_draft])
 def test_mutants_of_traversal(mutant):
-    assert max(errors(Traversal(), (2, 2))) < CLOSE
+    assert max(errors(Traversal(), (2, 1))) < CLOSE
     with wrong(rules, "reject", mutant):
-        assert max(errors(Traversal(), (2, 2))) > 1e-3
+        assert max(errors(Traversal(), (2, 1))) > 1e-3
 
 
 def pruned(tree: DraftTree, floor: float) -> DraftTree:

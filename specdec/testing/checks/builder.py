@@ -188,7 +188,7 @@ def _outcomes(tree: DraftTree, laws: Float[Tensor, "batch nodes vocab"]) -> dict
 def _without_replacement(law: Law, count: int) -> dict[Outcome, float]:
     """Probability of the first `count` draws, in order."""
     total = sum(law)
-    first = {(token,): value / total for token, value in enumerate(law) if value > 0}
+    first: dict[Outcome, float] = {(token,): value / total for token, value in enumerate(law) if value > 0}
     if count == 1:
         return first
     return {

@@ -53,8 +53,8 @@ def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, de
     """
     name = type(drafter).__name__
     if not isinstance(drafter, Drafter):
-        missing = [member for member in ("feature_layers", "start", "children", "commit", "finish")]
-        missing = [member for member in missing if not hasattr(drafter, member)]
+        members = ("feature_layers", "start", "children", "commit", "finish")
+        missing = [member for member in members if not hasattr(drafter, member)]
         raise LawError(f"{name} is no drafter: it lacks {', '.join(missing)}.")
     if drafter.feature_layers:
         raise UnsupportedError(f"{name} reads features of layers {drafter.feature_layers}; check it with a model.")

@@ -6,6 +6,7 @@ chains and trees, chosen and drawn, for as many of them as the verifier accepts.
 
 import dataclasses
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from jaxtyping import Float
@@ -67,7 +68,8 @@ def check_verifier(verifier: Verifier, *, seed: int = 0) -> None:
             if verifier.stepwise and isinstance(verifier, StepVerifier) and index == 0:
                 steps = exact.committed(_Walked(verifier), trees, probs, weights)
                 _check_steps(name, what, outcome, steps)
-                _check_greedy_step(verifier, name, what, trees, probs)
+                if verifier.lossless:
+                    _check_greedy_step(verifier, name, what, trees, probs)
     if not fits:
         raise LawError(f"{name}.check refuses every tree builder, so it can verify nothing.")
 
@@ -179,9 +181,7 @@ def _check_verdict(
     ):
         nodes = [0, *path[:count]]
         parents = trees.parents[row].tolist()
-        on_tree = all(
-            0 < node < len(parents) and parents[node] == above for above, node in zip(nodes, nodes[1:], strict=False)
-        )
+        on_tree = all(0 < node < len(parents) and parents[node] == above for above, node in pairwise(nodes))
         if not on_tree or len(nodes) != count + 1 or any(node != -1 for node in path[count:]):
             raise LawError(
                 f"{name}: path must hold num_accepted = {count} nodes, each the child of the one before (the first of "
