@@ -23,12 +23,14 @@ from specdec.types import DraftTree, TargetLaw, Verdict
 from specdec.verify import StepRule
 from tests import helpers
 
-VOCAB, TOKENS, RUNS = 4, 3, 3000
+VOCAB, TOKENS, RUNS = 4, 3, 2000
 PQ4 = ([0.40, 0.35, 0.15, 0.10], [0.10, 0.20, 0.30, 0.40])
 """The target and the draft law of the field log; two positive residual entries make wrong rules show."""
 
 TARGET = torch.tensor([PQ4[0], [0.1, 0.2, 0.3, 0.4], [0.55, 0.15, 0.05, 0.25], [0.25, 0.3, 0.35, 0.1]])
 DRAFT = torch.tensor([PQ4[1], [0.3, 0.3, 0.2, 0.2], [0.2, 0.4, 0.3, 0.1], [0.1, 0.1, 0.4, 0.4]])
+HINT = torch.tensor([[0.3, 0.4, 0.2, 0.1], [0.1, 0.2, 0.4, 0.3], [0.5, 0.2, 0.05, 0.25], [0.2, 0.4, 0.3, 0.1]])
+"""For trees that are not drawn: its best tokens are among the target's best two, but not in their order."""
 
 WARPERS: dict[str, tuple[dict[str, Any], list[logits_process.LogitsProcessor]]] = {
     "plain": ({}, []),
@@ -56,8 +58,8 @@ RULES: dict[str, tuple[TreeBuilder, Verifier | None]] = {
 
 
 @lru_cache(maxsize=None)
-def models() -> tuple[PreTrainedModel, PreTrainedModel]:
-    return table_model(TARGET), table_model(DRAFT)
+def models() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    return table_model(TARGET), table_model(DRAFT), table_model(HINT)
 
 
 def joint(warpers: Sequence[logits_process.LogitsProcessor], first: int = 0) -> Tensor:
@@ -72,12 +74,12 @@ def joint(warpers: Sequence[logits_process.LogitsProcessor], first: int = 0) -> 
     return probs
 
 
-def draw(tree: TreeBuilder, verifier: Verifier | None, seed: int = 0, drafter: Any = None, **request: Any) -> Tensor:
+def draw(tree: TreeBuilder, verifier: Verifier | None, seed: int = 0, **request: Any) -> Tensor:
     """Counts of the texts drawn in `RUNS` runs, one row of a batch each."""
-    target, draft = models()
+    target, draft, hint = models()
     run = helpers.speculate(
         target,
-        drafter if drafter is not None else drafters.ModelDrafter(draft),
+        drafters.ModelDrafter(draft if tree.sampled else hint),
         tree,
         verifier=verifier,
         input_ids=torch.tensor([[0]]),
@@ -107,7 +109,7 @@ def pvalue(counts: Tensor, probs: Tensor) -> float:
 
 
 def test_the_table_model_has_the_exact_law():
-    target, _ = models()
+    target, *_ = models()
     logits = target(torch.arange(VOCAB)[:, None]).logits[:, 0]
     torch.testing.assert_close(logits.softmax(-1), TARGET.double(), rtol=0, atol=1e-6)
     assert float(joint([]).sum()) == pytest.approx(1)
@@ -117,8 +119,12 @@ def test_the_table_model_has_the_exact_law():
     assert float(joint([])[1 * 16 + 3 * 4 + 0]) == pytest.approx(float(chance))
 
 
-@pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.parametrize("rule", RULES)
+BESIDE = {"target only, sampled", "rejection, chain", "block, chain", "default, sampled"}
+"""Combinations that nobody needs but that must be right: tried with one set of warpers."""
+CASES = [(rule, warper) for rule in RULES for warper in WARPERS if rule not in BESIDE or warper == "top-p"]
+
+
+@pytest.mark.parametrize(("rule", "warper"), CASES)
 def test_a12_a13_the_text_has_the_target_s_law(rule, warper):
     """Acceptance at another temperature than the draw, or with a law that the draft was not drawn from."""
     request, processors = WARPERS[warper]
@@ -131,7 +137,7 @@ class WrongDraftLaw(StepRule):
     def step(
         self, tree: DraftTree, node: Tensor, law: TargetLaw, *, generator: torch.Generator | None = None
     ) -> tuple[Tensor, Tensor]:
-        uniform = torch.full_like(tree.draft_probs, 1 / VOCAB)
+        uniform = None if tree.draft_probs is None else torch.full_like(tree.draft_probs, 1 / VOCAB)
         other = DraftTree(tree.tokens, tree.parents, tree.num_nodes, tree.scores, uniform)
         return verify.TreeRejection().step(other, node, law, generator=generator)
 
@@ -195,25 +201,25 @@ def test_a13_a16_a17_wrong_rules_are_noticed(mutant):
     assert pvalue(draw(tree, rule, **request), joint(processors)) < 1e-9
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule not in BESIDE])
 def test_a11_min_p_holds_for_drafts_and_for_the_bonus_token(rule):
     """Warpers that "do not change the best token" reached the bonus token only."""
     request, processors = {"min_p": 0.5}, [logits_process.MinPLogitsWarper(0.5)]
     counts = draw(*RULES[rule], seed=1, **request)
     first = counts.view(VOCAB, -1).sum(-1).double() / RUNS
     assert first[2:].tolist() == [0, 0]
-    assert first[:2].tolist() == pytest.approx([0.533, 0.467], abs=0.03)
+    assert first[:2].tolist() == pytest.approx([0.533, 0.467], abs=0.04)
     assert pvalue(counts, joint(processors)) > 1e-3
 
 
 def test_sequence_bias_and_repetition_enter_the_law_of_later_tokens():
     """Processors with a prefix, sampled: the law of the second token depends on the drafted first one."""
     bias = {"sequence_bias": [[[1, 3], 2.0], [[0, 0], -3.0]]}
-    law = TARGET.log()[None].repeat(VOCAB, 1, 1)  # by the token before the last, then the last
+    law = TARGET.double().log()[None].repeat(VOCAB, 1, 1)  # by the token before the last, then the last
     law[:, 1, 3] += 2.0
     law[:, 0, 0] -= 3.0
     exact = law[0, 0].softmax(-1)
     for _ in range(TOKENS - 1):
         exact = (exact.view(-1, VOCAB)[:, :, None] * law[0].softmax(-1)).flatten()
     for rule in ("rejection, sampled", "block, sampled", "traversal, sampled", "tree rejection, best first"):
-        assert pvalue(draw(*RULES[rule], seed=2, **bias), exact.double()) > 1e-3
+        assert pvalue(draw(*RULES[rule], seed=2, **bias), exact) > 1e-3

@@ -2,7 +2,7 @@
 
 A drafter's log-probabilities rank nodes well and are often far off as probabilities. So each *edge* (a node, given
 that its parent was accepted) is looked up in a table of outcomes by depth and predicted probability. A cell starts
-from its column (the same prediction at any depth), and a column starts from the prediction itself: a Beta prior at
+from its column (the same prediction at other depths), and a column starts from the prediction itself: a Beta prior at
 each step. Depth matters on its own account: a lookup that is right once tends to stay right.
 
 The value of a node is the product of the calibrated edges on its path: the probability that it is accepted.
@@ -37,12 +37,14 @@ class Assessment(NamedTuple):
 
     Attributes:
         values: probability that each node is accepted; 1 at the root, 0 on padding.
-        floors: the same in a cautious view, which believes outcomes only.
+        floors: the same in a cautious view: nothing is accepted until outcomes say so.
+        hopes: the same in a hopeful view: everything is accepted until outcomes say no.
         predicted: the drafter's conditional probability of each node.
     """
 
     values: Float[Tensor, "batch nodes"]
     floors: Float[Tensor, "batch nodes"]
+    hopes: Float[Tensor, "batch nodes"]
     predicted: Float[Tensor, "batch nodes"]
 
 
@@ -81,15 +83,18 @@ class Calibration:
         Args:
             predicted: the drafter's conditional probability of each node.
             depth: depth of each node, from 1 on.
-            prior: what to believe of each node before any outcome was seen: the prediction itself, or 0 for a
-                cautious view.
+            prior: what to believe of each node before any outcome was seen: the prediction itself, 0 for a cautious
+                view, 1 for a hopeful one.
         """
         dtype = predicted.dtype
         hits, trials = torch.tensor(self._hits, dtype=dtype), torch.tensor(self._trials, dtype=dtype)
         column = torch.bucketize(predicted, torch.tensor(_BOUNDS, dtype=dtype))
         cell = torch.bucketize(depth, torch.tensor(_DEPTHS)) * hits.shape[1] + column
-        pooled = (_TRUST * prior + hits.sum(0)[column]) / (_TRUST + trials.sum(0)[column])
-        return (_TRUST * pooled + hits.flatten()[cell]) / (_TRUST + trials.flatten()[cell])
+        here_hits, here_trials = hits.flatten()[cell], trials.flatten()[cell]
+        elsewhere = (_TRUST * prior + hits.sum(0)[column] - here_hits) / (
+            _TRUST + trials.sum(0)[column] - here_trials
+        )
+        return (_TRUST * elsewhere + here_hits) / (_TRUST + here_trials)
 
     def assess(self, tree: DraftTree) -> "Assessment":
         """Values of all nodes of a deterministic tree that lies on the CPU."""
@@ -104,7 +109,12 @@ class Calibration:
             paths = (ancestry.double() @ edges.clamp_min(1e-30).log()[:, :, None]).squeeze(-1)
             return torch.where(tree.valid, paths.exp(), 0.0)
 
-        return Assessment(along_paths(predicted), along_paths(torch.zeros_like(predicted)), predicted)
+        return Assessment(
+            values=along_paths(predicted),
+            floors=along_paths(torch.zeros_like(predicted)),
+            hopes=along_paths(torch.ones_like(predicted)),
+            predicted=predicted,
+        )
 
     def table(self) -> list[tuple[str, float, float]]:
         """For each predicted range with outcomes: its name, the outcomes (faded), and the share accepted."""

@@ -2,8 +2,8 @@
 
 Times of one size are noisy from above: warm-up, allocation and other processes only ever add. So the meter takes the
 lower median of the last samples, and no size may look dearer than a larger one. Between measured sizes it
-interpolates on log-log axes; beyond them it follows a shape (a profile, or a power of the size) and half of the
-trend by which the measurements left that shape.
+follows a given shape (a profile, or a straight line) from one to the other; beyond them it follows the shape and half
+of the trend by which the measurements left it.
 """
 
 import bisect
@@ -76,11 +76,11 @@ class CostMeter:
         shape: expected cost by size up to a factor, for sizes that were not measured; positive, never falling.
         steepest: power of the size that no cost exceeds; a single sample above it is taken for a start-up effect.
 
-    >>> meter = CostMeter(lambda size: size**0.25, steepest=0.7)
+    >>> meter = CostMeter(lambda size: 0.9 + 0.1 * size, steepest=0.7)
     >>> meter.add(1, 0.9), meter.add(1, 0.1), meter.add(16, 0.2)  # the first sample was warm-up
     (None, None, None)
     >>> round(meter(1), 3), round(meter(4), 3), round(meter(16), 3)
-    (0.1, 0.141, 0.2)
+    (0.1, 0.12, 0.2)
     """
 
     def __init__(self, shape: Callable[[int], float], *, steepest: float) -> None:
@@ -124,17 +124,14 @@ class CostMeter:
         high = self._typical[right] if right < len(sizes) else math.inf
         if right < len(sizes) and sizes[right] == size:
             return high
-        if right == 0:
-            drift = trend[0]
-        elif right < len(sizes):
-            drift = trend[right - 1] + self._slope(right - 1, right) * math.log(size / sizes[right - 1])
-        else:
-            drift = trend[-1] + 0.5 * self._slope(0, -1) * math.log(size / sizes[-1])
-        return min(max(self._shape(size) * math.exp(drift), low), high)
-
-    def _slope(self, left: int, right: int) -> float:
-        run = math.log(self._sizes[right] / self._sizes[left])
-        return (self._trend[right] - self._trend[left]) / run if run else 0.0
+        if 0 < right < len(sizes):
+            start, end = self._shape(sizes[right - 1]), self._shape(sizes[right])
+            return low + (high - low) * ((self._shape(size) - start) / (end - start) if end > start else 0.0)
+        drift = 0.0
+        if right and len(sizes) > 1:
+            drift = (self._trend[-1] - self._trend[0]) / math.log(sizes[-1] / sizes[0]) * math.log(size / sizes[-1])
+        level = self._trend[-1] if right else self._trend[0]
+        return min(max(self._shape(size) * math.exp(level + 0.5 * drift), low), high)
 
 
 def _never_falling(costs: list[float]) -> list[float]:

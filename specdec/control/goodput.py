@@ -12,6 +12,7 @@ rules require.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float
@@ -25,15 +26,16 @@ from specdec.control.report import GoodputSummary
 from specdec.trees import topology
 from specdec.types import DraftTree, Round
 
-_WIDTH_POWER = 0.25  # cost of a pass that was not measured: width to this power
-_WIDTH_BOUND = 0.5  # and a cautious view of it
+_WIDTH_SLOPE = 0.07  # cost of one more node, in plain rounds, before it was measured
+_WIDTH_BOUND = 0.5  # cost of a pass grows with at most this power of the width, in a cautious view
 _STEEPEST_WIDTH = 0.7  # single samples above this are start-up
-_DRAFT_POWER = 0.5  # between drafting a block at once and taking one forward per token
+_DRAFT_SLOPE = 0.25  # 0 for a drafter that drafts a block at once, 1 for one that takes a forward per token
 _SAMPLED_PRIOR = 0.6  # chance that a drawn token is accepted, before any was seen
 _FREE = 0.01  # drafting that takes less than this share of a plain round is free
 _STARTUP = 0.3  # plain rounds that the first draft counts for at most: it also starts the drafter
 _GROWTH = 4  # a budget may be this much larger than any before
 _PATIENCE = 64  # most rounds between two probes
+_HOPEFUL = 4  # the same while drafting might still pay
 
 
 class Goodput:
@@ -66,11 +68,12 @@ class Goodput:
         self._sizes = ladder(nodes)
         self._sampled = sampled
         profile = self.costs
-        shape = profile.relative if profile else lambda width: width**_WIDTH_POWER
+        shape = profile.relative if profile else _line(_WIDTH_SLOPE)
         self._verify = CostMeter(shape, steepest=_STEEPEST_WIDTH)
-        self._draft = CostMeter(lambda size: size**_DRAFT_POWER, steepest=1.0)
+        self._draft = CostMeter(_line(_DRAFT_SLOPE), steepest=1.0)
         self._calibration = Calibration()
-        self._outlook = Outlook(self._sizes, prunable=not sampled)
+        self._outlook = Outlook(self._sizes, prunable=not sampled, trees=1 if sampled else 32)
+        self._hopes = Outlook(self._sizes, prunable=not sampled, trees=1)
         self._purse = Purse(self.max_loss)
         self._trails: dict[int, Trail] = {}
         self._drafted: list[Trail] | None = None  # this round's tree, one trail per row
@@ -128,15 +131,16 @@ class Goodput:
         return 0
 
     def _probe(self) -> int:
-        """A small budget once in a while, although drafting does not seem to pay."""
+        """A small budget once in a while, although drafting does not seem to pay: sooner if it still might."""
+        hopes = self._hopes.best(0.0, self._drafting, self._verify, largest=_GROWTH * max(self._draft.measured))
+        cheap = (size for size in self._sizes[1:] if self._draft_bound(size) <= 0.1 * self._plain)
+        size = max(cheap, default=1)
         if len(self._draft.measured) == 1:
             size = min(2 * max(self._draft.measured), self._sizes[-1])
-        else:
-            size = max((s for s in self._sizes[1:] if self._draft_bound(s) <= 0.1 * self._plain), default=1)
         cost = self._drafting(size) / self._plain
         if self._sampled:
             cost += self._width_bound(size + 1) / self._plain - 1.0
-        patience = min(max(256 * cost, 1.0), _PATIENCE)
+        patience = _HOPEFUL if hopes.size else min(max(256 * cost, 1.0), _PATIENCE)
         if self._since_draft < min(2.0**self._misses, patience) or not self._purse.affords(cost, foreseen=0.0):
             return 0
         self._misses += 1
@@ -201,7 +205,7 @@ class Goodput:
         """Seconds that drafting this many nodes takes."""
         seconds = self._draft(size)
         if self._drafted_rounds == 1:
-            seconds = min(seconds, _STARTUP * self._plain * size**_DRAFT_POWER)
+            seconds = min(seconds, _STARTUP * self._plain * _line(_DRAFT_SLOPE)(size))
         return seconds
 
     def _draft_bound(self, size: int) -> float:
@@ -225,18 +229,24 @@ class Goodput:
     def _study(self, tree: DraftTree) -> Float[Tensor, "batch nodes"]:
         """Values of the nodes of a drafted tree; remembers the tree and its gain curve."""
         host = DraftTree(tree.tokens.cpu(), tree.parents.cpu(), tree.num_nodes.cpu(), tree.scores.cpu())
-        values, floors, predicted = self._calibration.assess(host)
-        tokens, parents, edges = host.tokens.tolist(), host.parents.tolist(), predicted.tolist()
+        assessment = self._calibration.assess(host)
+        tokens, parents, edges = host.tokens.tolist(), host.parents.tolist(), assessment.predicted.tolist()
         self._drafted = [
             Trail(tokens[row][:count], parents[row], edges[row]) for row, count in enumerate(host.num_nodes.tolist())
         ]
+        order = assessment.values[:, 1:].argsort(dim=-1, descending=True)
         rows = self._active or tree.tokens.shape[0]
-        ranked, order = values[:, 1:].sort(-1, descending=True)
-        self._marginals = (ranked.sum(0) / rows).tolist(), (floors[:, 1:].gather(1, order).sum(0) / rows).tolist()
-        full = tree.width > self._asked
-        curve, floor = (gains(marginals, self._sizes, extend=full) for marginals in self._marginals)
-        self._outlook.add(curve, floor)
-        return values
+        means, floors, hopes = (
+            (view[:, 1:].gather(1, order).sum(0) / rows).tolist()
+            for view in (assessment.values, assessment.floors, assessment.hopes)
+        )
+        self._marginals = means, floors
+        self._foresee(*(gains(view, self._sizes, extend=tree.width > self._asked) for view in (means, floors, hopes)))
+        return assessment.values
+
+    def _foresee(self, gain: list[float], floor: list[float], hope: list[float]) -> None:
+        self._outlook.add(gain, floor)
+        self._hopes.add(hope, hope)
 
     def observe(self, round: Round) -> None:
         """Learns from a finished round."""
@@ -256,14 +266,14 @@ class Goodput:
         if round.budget:
             self._account(round, tokens)
         if round.budget and self._sampled:
-            self._foresee(round)
+            self._study_sampled(round.tree)
         self._drafted = None
 
     def _account(self, round: Round, tokens: float) -> None:
         """Books a round that drafted. The very first draft also starts the drafter, so little of it counts."""
         self._drafted_rounds += 1
         if self._drafted_rounds == 2 and max(self._draft.measured.values()) > _STARTUP * self._plain:
-            self._draft = CostMeter(lambda size: size**_DRAFT_POWER, steepest=1.0)
+            self._draft = CostMeter(_line(_DRAFT_SLOPE), steepest=1.0)
         self._draft.add(round.budget, round.times.draft + round.times.grow)
         cost = (self._drafting(round.budget) + self._verify(round.tree.width)) / self._plain
         self._purse.book(cost=cost, tokens=tokens, foreseen=self._foreseen)
@@ -296,17 +306,17 @@ class Goodput:
                     outcomes.append((depth, _SAMPLED_PRIOR, depth <= accepted))
         return outcomes
 
-    def _foresee(self, round: Round) -> None:
+    def _study_sampled(self, tree: DraftTree) -> None:
         """Gain by budget for sampled trees: acceptance by depth, with depth in proportion to the budget."""
-        nodes = round.tree.width - 1
-        reach = int(topology.depths(round.tree.parents).max()) / nodes if nodes else 1.0
+        nodes = tree.width - 1
+        reach = int(topology.depths(tree.parents).max()) / nodes if nodes else 1.0
         depths = torch.arange(1, self._sizes[-1] + 1)
         said = torch.full(depths.shape, _SAMPLED_PRIOR)
         curves = []
-        for prior in (said, torch.zeros_like(said)):
+        for prior in (said, torch.zeros_like(said), torch.ones_like(said)):
             expected = [0.0, *self._calibration.edges(said, depths, prior).cumprod(0).cumsum(0).tolist()]
             curves.append([expected[math.ceil(size * reach)] for size in self._sizes])
-        self._outlook.add(*curves)
+        self._foresee(*curves)
 
     # ------------------------------------------------------------------------------------------------- report
 
@@ -317,3 +327,8 @@ class Goodput:
     def summary(self) -> GoodputSummary:
         """What was chosen in this request, and why."""
         raise NotImplementedError
+
+
+def _line(slope: float) -> Callable[[int], float]:
+    """The shape of a cost that is 1 at size 1 and grows by `slope` with each further node."""
+    return lambda size: 1.0 + slope * (size - 1)

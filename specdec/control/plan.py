@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_TREES = 32  # trees remembered
 _FADE = 0.92  # weight of a tree relative to the next one
 
 
@@ -75,12 +74,13 @@ class Outlook:
     Args:
         sizes: candidate budgets and numbers of nodes, from `ladder`.
         prunable: whether a round may verify fewer nodes than it drafted.
+        trees: how many trees to remember.
     """
 
-    def __init__(self, sizes: Sequence[int], *, prunable: bool) -> None:
+    def __init__(self, sizes: Sequence[int], *, prunable: bool, trees: int = 32) -> None:
         self.sizes = sizes
         self._prunable = prunable
-        self._curves: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=_TREES if prunable else 1)
+        self._curves: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=trees)
 
     def add(self, curve: Sequence[float], floor: Sequence[float]) -> None:
         """Adds the gain curve of a tree, and the one in a cautious view."""

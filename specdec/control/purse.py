@@ -7,8 +7,8 @@ were seen, and as far as earlier foresight came true.
 """
 
 _CREDIT = 1.0  # plain rounds that a call may lose at once
-_WINNINGS = 4.0  # plain rounds' worth of past winnings that count
-_PRIOR = 4.0  # accepted tokens for which foresight is believed at the start
+_WINNINGS = 12.0  # plain rounds' worth of past winnings that count
+_LUCK = 8.0  # accepted tokens that may be missing by chance
 _WEIGHT = 3.0  # accepted tokens foreseen in one round that count for its truth
 _FADE = 0.95  # memory of that, per drafted round
 
@@ -31,7 +31,7 @@ class Purse:
         self._max_loss = max_loss
         self._won = 0.0
         self._credit = _CREDIT
-        self._foreseen = self._accepted = _PRIOR
+        self._foreseen = self._accepted = 0.0
 
     def earn(self, tokens: float) -> None:
         """Lets the credit grow with the tokens (mean over rows) of a round."""
@@ -62,6 +62,6 @@ class Purse:
 
     def affords(self, cost: float, *, foreseen: float) -> bool:
         """Whether a round may spend `cost` plain rounds beyond its first, for `foreseen` accepted tokens."""
-        trust = min(1.0, self._accepted / self._foreseen)
+        trust = min(1.0, (self._accepted + _LUCK) / max(self._foreseen, _LUCK))
         spare = self.balance if cost <= _CREDIT else 0.5 * self.balance
         return cost - trust * foreseen <= max(0.0, spare) and self.balance > -self._credit

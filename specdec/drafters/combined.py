@@ -107,7 +107,7 @@ class CombinedDrafter:
 
 
 def _proposes(answer: Candidates, frontier: Frontier) -> bool:
-    return bool((answer.log_probs.isfinite() & frontier.valid[:, :, None]).any())
+    return bool(((answer.log_probs[..., :1] > -torch.inf) & frontier.valid[..., None]).any())  # the best comes first
 
 
 def _merge(answers: Sequence[Candidates], count: int) -> Candidates:

@@ -32,7 +32,7 @@ class OracleDrafter:
         >>> reference = greedy(model, input_ids=prompt, max_new_tokens=8)
         >>> generator = SpeculativeGenerator(model, OracleDrafter(reference, [3, 0]), trees.Chain(4))
         >>> [int(round.num_accepted) for round in generator.rounds(prompt, max_new_tokens=8, do_sample=False)]
-        [0, 3, 0, 2]
+        [0, 3, 0, 1]
     """
 
     feature_layers: tuple[int, ...] = ()

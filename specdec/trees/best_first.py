@@ -187,6 +187,8 @@ class _Store:
 
     def tree(self, budget: int) -> DraftTree:
         """The root and the best `budget` nodes; levels stand in order, so a stable sort breaks ties by depth."""
+        if self._end == 1:
+            return self._root
         scores, order = torch.cat(self._scores, 1).sort(dim=-1, descending=True, stable=True)
         counts = (scores[:, : budget + 1] > -torch.inf).sum(-1)
         found = DraftTree(

@@ -48,16 +48,15 @@ def merge(trees: Sequence[DraftTree]) -> DraftTree:
     _check(trees)
     tokens = torch.cat([tree.tokens for tree in trees], 1)
     scores = torch.cat([tree.scores for tree in trees], 1)
-    valid = torch.cat([tree.valid for tree in trees], 1)
     starts = [sum(tree.width for tree in trees[:index]) for index in range(len(trees))]
     parents = torch.cat(
         [torch.where(tree.parents < 0, -1, tree.parents + start) for tree, start in zip(trees, starts, strict=True)], 1
     )
     index = torch.arange(tokens.shape[1], device=tokens.device)
-    # Padding equals nothing but itself.
-    same = _same_path(torch.where(valid, tokens, -1 - index), parents)
+    # Padding looks like the root, token and parent, and so goes the way of the other roots.
+    same = _same_path(tokens, parents)
     first = same.to(torch.uint8).argmax(-1)
-    keep = (first == index) & valid
+    keep = first == index
     counts = keep.sum(-1)
     joined = DraftTree(
         tokens=tokens,

@@ -22,13 +22,16 @@ class BlockVerification:
 
     Needs the target's law at all nodes at once, so it cannot serve requests whose processors keep state.
 
-    >>> half = torch.tensor([[[0.5, 0.5]] * 3])
-    >>> chain = DraftTree(
-    ...     tokens=torch.tensor([[0, 1, 1]]), parents=torch.tensor([[-1, 0, 1]]), num_nodes=torch.tensor([3]),
-    ...     scores=torch.tensor([[0.0, -0.7, -1.4]]), draft_probs=half,
-    ... )
-    >>> BlockVerification()(chain, half).num_accepted.item()  # drawn from the target's own law
-    2
+    Example:
+        >>> from specdec import DraftTree
+        >>> from specdec.verify import BlockVerification
+        >>> half = torch.tensor([[[0.5, 0.5]] * 3])
+        >>> chain = DraftTree(
+        ...     tokens=torch.tensor([[0, 1, 1]]), parents=torch.tensor([[-1, 0, 1]]), num_nodes=torch.tensor([3]),
+        ...     scores=torch.tensor([[0.0, -0.7, -1.4]]), draft_probs=half,
+        ... )
+        >>> BlockVerification()(chain, half).num_accepted.item()  # drawn from the target's own law
+        2
     """
 
     lossless: bool = True
@@ -64,7 +67,7 @@ class BlockVerification:
             torch.where(tree.valid[:, 1:], rules.at(parents, token), 0.0),
             None if draft is None else rules.at(draft, token),
         )
-        rest = rules.uncovered(parents, rules.drawn_from(draft, token, parents), weight[:, :-1])
+        rest = rules.uncovered(parents, draft, token, weight[:, :-1])
         last = (tree.num_nodes - 1)[:, None]
         index = torch.arange(tree.width, device=last.device)
         passes = torch.cat([rules.weight_after(rest.sum(-1), weight[:, :-1]), weight[:, -1:]], 1)
@@ -96,8 +99,9 @@ def path_weights(
 def longest(passes: Float[Tensor, "batch nodes"]) -> Float[Tensor, "batch nodes"]:
     """Law of the last index whose independent coin falls right, if coin i does so with probability `passes[:, i]`.
 
-    >>> longest(torch.tensor([[1.0, 0.5, 0.25]])).tolist()
-    [[0.375, 0.375, 0.25]]
+    Example:
+        >>> longest(torch.tensor([[1.0, 0.5, 0.25]])).tolist()
+        [[0.375, 0.375, 0.25]]
     """
     fails = (1.0 - passes).flip(-1).cumprod(-1).flip(-1)
     none_later = torch.cat([fails[:, 1:], torch.ones_like(fails[:, :1])], 1)

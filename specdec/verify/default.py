@@ -21,6 +21,12 @@ def default_verifier(builder: TreeBuilder, *, do_sample: bool) -> StepVerifier:
     Returns:
         `TargetOnly` for deterministic trees and greedy requests, else `Rejection` for chains and `TreeRejection` for
         trees.
+
+    Example:
+        >>> from specdec import trees
+        >>> from specdec.verify import default_verifier
+        >>> type(default_verifier(trees.Sampled((2, 1)), do_sample=True)).__name__
+        'TreeRejection'
     """
     if not (do_sample and builder.sampled):
         return TargetOnly()

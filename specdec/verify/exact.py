@@ -9,14 +9,15 @@ one at 1e-12.
 together: the largest error in the joint law of the next few tokens. Tokens after the first round are taken from the
 target, which is what later rounds of a lossless verifier give.
 
->>> from specdec.verify import TargetOnly
->>> def target(path):  # the law after the tokens of a path
-...     return torch.tensor([0.5, 0.5], dtype=torch.float64) if path else torch.tensor([0.1, 0.9], dtype=torch.float64)
->>> def draft(path):
-...     return torch.tensor([0.8, 0.2], dtype=torch.float64)
->>> trees, weights = draws(draft, branches=(2, 1))
->>> lossless_error(TargetOnly(), trees, target, weights, length=3) < 1e-12
-True
+Example:
+    >>> from specdec.verify import TreeRejection, exact
+    >>> def target(path):  # the law after the tokens of a path
+    ...     return torch.tensor([0.5, 0.5] if path else [0.1, 0.9], dtype=torch.float64)
+    >>> def draft(path):
+    ...     return torch.tensor([0.8, 0.2], dtype=torch.float64)
+    >>> trees, weights = exact.draws(draft, branches=(2, 1))
+    >>> exact.lossless_error(TreeRejection(), trees, target, weights, length=3) < 1e-12
+    True
 """
 
 import itertools
@@ -31,6 +32,8 @@ from torch.overrides import TorchFunctionMode
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.protocols import Verifier
 from specdec.types import DraftTree, Verdict
+
+__all__ = ["committed", "draws", "joint", "laws_at", "lossless_error", "mean_accepted", "plain"]
 
 Path = tuple[int, ...]
 Law = Callable[[Path], Float[Tensor, " vocab"]]
@@ -239,21 +242,25 @@ class _Scripted(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.bernoulli:
-            chance = args[0]
+            chance = args[0] if args else kwargs["input"]
             if chance.ndim != 1:
-                raise UnsupportedError(f"only one coin per row can be enumerated, got {list(chance.shape)}.")
+                raise UnsupportedError(f"only one coin per row can be enumerated, got coins {list(chance.shape)}.")
             return self._choose(torch.stack([1.0 - chance, chance], 1)).to(chance.dtype)
         if func is torch.multinomial:
-            if (args[1] if len(args) > 1 else kwargs["num_samples"]) != 1:
-                raise UnsupportedError("only one multinomial draw per row can be enumerated.")
-            return self._choose(args[0])[:, None]
+            weights = args[0] if args else kwargs["input"]
+            samples = args[1] if len(args) > 1 else kwargs["num_samples"]
+            if weights.ndim != 2 or samples != 1:
+                raise UnsupportedError(
+                    f"only one draw per row can be enumerated, got {samples} from weights {list(weights.shape)}."
+                )
+            return self._choose(weights)[:, None]
         if func in _OTHER_CHANCE:
             raise UnsupportedError(f"{func.__name__} cannot be enumerated; use torch.bernoulli or torch.multinomial.")
         return func(*args, **kwargs)
 
     def _choose(self, weights: Float[Tensor, "rows options"]) -> Int[Tensor, " rows"]:
         if len(weights) != len(self.chance):
-            raise UnsupportedError(f"draws must have one row per batch row, {len(self.chance)}, got {len(weights)}.")
+            raise UnsupportedError(f"chance must have one row per batch row, {len(self.chance)}, got {len(weights)}.")
         wide = weights.to(torch.float64)
         chances = self.chance[:, None] * (wide / wide.sum(-1, keepdim=True))
         call = len(self._taken)

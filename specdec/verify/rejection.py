@@ -19,14 +19,16 @@ class Rejection(StepRule):
     A sampled token is accepted with probability sum(min(target, draft)) on average. On a deterministic chain the law
     is that of `TargetOnly`.
 
-    >>> sure = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
-    >>> chain = DraftTree(
-    ...     tokens=torch.tensor([[0, 1]]), parents=torch.tensor([[-1, 0]]), num_nodes=torch.tensor([2]),
-    ...     scores=torch.tensor([[0.0, -0.7]]), draft_probs=torch.full((1, 2, 2), 0.5),
-    ... )
-    >>> verdict = Rejection()(chain, sure)
-    >>> verdict.path.tolist(), verdict.bonus.item()
-    ([[1]], 0)
+    Example:
+        >>> from specdec import DraftTree
+        >>> from specdec.verify import Rejection
+        >>> chain = DraftTree(
+        ...     tokens=torch.tensor([[0, 1]]), parents=torch.tensor([[-1, 0]]), num_nodes=torch.tensor([2]),
+        ...     scores=torch.tensor([[0.0, -0.7]]), draft_probs=torch.full((1, 2, 2), 0.5),
+        ... )
+        >>> verdict = Rejection()(chain, torch.tensor([[[0.0, 1.0], [1.0, 0.0]]]))
+        >>> verdict.path.tolist(), verdict.bonus.item()
+        ([[1]], 0)
     """
 
     def check(self, builder: TreeBuilder) -> None:

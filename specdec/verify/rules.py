@@ -19,11 +19,14 @@ def normalise(
 ) -> Float[Tensor, "*rows vocab"]:
     """Divides each row by its sum; rows without mass become `otherwise` (as they are if None).
 
-    >>> normalise(torch.tensor([[1.0, 3.0], [0.0, 0.0]])).tolist()
-    [[0.25, 0.75], [0.0, 0.0]]
+    Example:
+        >>> normalise(torch.tensor([[1.0, 3.0], [0.0, 0.0]])).tolist()
+        [[0.25, 0.75], [0.0, 0.0]]
     """
     total = weights.sum(-1, keepdim=True)
-    return torch.where(total > 0, weights / total, weights if otherwise is None else otherwise)
+    known = total > 0
+    shares = weights / torch.where(known, total, 1.0)
+    return shares if otherwise is None else torch.where(known, shares, otherwise)
 
 
 def law(weights: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
@@ -37,30 +40,14 @@ def at(probs: Float[Tensor, "*rows vocab"], token: Int[Tensor, "*rows"]) -> Floa
     return probs.gather(-1, token[..., None]).squeeze(-1)
 
 
-def drawn_from(
-    draft_probs: Float[Tensor, "*rows vocab"] | None,
-    token: Int[Tensor, "*rows"],
-    target_probs: Float[Tensor, "*rows vocab"],
-) -> Float[Tensor, "*rows vocab"]:
-    """The law that a child counts as drawn from.
-
-    A child to which the draft law gives no mass (deterministic tree, or a law that is used up) counts as certain:
-    then the rule serves the target's law for each value of the child, so it does not matter how it was chosen.
-    """
-    certain = torch.zeros_like(target_probs).scatter_(-1, token[..., None], 1.0)
-    if draft_probs is None:
-        return certain
-    inside = draft_probs.gather(-1, token[..., None]) > 0
-    return torch.where(inside, draft_probs.to(target_probs.dtype), certain)
-
-
 def acceptance(
     target_prob: Float[Tensor, "*rows"], draft_prob: Float[Tensor, "*rows"] | None, weight: Float[Tensor, "*rows"]
 ) -> Float[Tensor, "*rows"]:
     """min(1, weight x target / draft) for one child per row; a draft probability of zero counts as one.
 
-    >>> acceptance(torch.tensor([0.1, 0.4]), torch.tensor([0.4, 0.1]), torch.ones(2)).tolist()
-    [0.25, 1.0]
+    Example:
+        >>> acceptance(torch.tensor([0.1, 0.4]), torch.tensor([0.4, 0.1]), torch.ones(2)).tolist()
+        [0.25, 1.0]
     """
     if draft_prob is None:
         return (weight * target_prob).clamp(max=1.0)
@@ -69,10 +56,24 @@ def acceptance(
 
 
 def uncovered(
-    target_probs: Float[Tensor, "*rows vocab"], drawn: Float[Tensor, "*rows vocab"], weight: Float[Tensor, "*rows"]
+    target_probs: Float[Tensor, "*rows vocab"],
+    draft_probs: Float[Tensor, "*rows vocab"] | None,
+    token: Int[Tensor, "*rows"],
+    weight: Float[Tensor, "*rows"],
 ) -> Float[Tensor, "*rows vocab"]:
-    """max(weight x target - draft, 0): the mass that drawing from `drawn` cannot serve. Not normalised."""
-    return (weight[..., None] * target_probs - drawn).clamp_(min=0.0)
+    """max(weight x target - draft, 0): the mass that the child `token` cannot serve. Not normalised.
+
+    A child to which the draft law gives no mass (deterministic tree, or a law that is used up) counts as certain, as
+    if its law were one-hot. The rule then serves the target's law for each value of the child, so it does not matter
+    how the child was chosen.
+    """
+    rest = weight[..., None] * target_probs
+    child = token[..., None]
+    if draft_probs is None:
+        return rest.scatter_(-1, child, 0.0)
+    inside = draft_probs.gather(-1, child) > 0
+    rest.addcmul_(draft_probs.to(rest.dtype), inside.to(rest.dtype), value=-1.0).clamp_(min=0.0)
+    return rest.scatter_(-1, child, torch.where(inside, rest.gather(-1, child), 0.0))
 
 
 def weight_after(mass: Float[Tensor, "*rows"], weight: Float[Tensor, "*rows"]) -> Float[Tensor, "*rows"]:
@@ -96,6 +97,6 @@ def reject(
         The target's remaining law, the law of the next child (drawn without replacement; all zero when it is used
         up), and the remaining weight.
     """
-    rest = uncovered(target_probs, drawn_from(draft_probs, token, target_probs), weight)
+    rest = uncovered(target_probs, draft_probs, token, weight)
     left = None if draft_probs is None else normalise(draft_probs.scatter(-1, token[..., None], 0.0))
     return normalise(rest, target_probs), left, weight_after(rest.sum(-1), weight)

@@ -21,10 +21,13 @@ class TargetOnly(StepRule):
     A child with target probability x is accepted with probability x, which is the most that any exact rule can do
     for a deterministic tree. For sampled trees `Rejection` and `TreeRejection` accept more.
 
-    >>> tree = DraftTree.from_root(torch.tensor([5]))
-    >>> verdict = TargetOnly()(tree, torch.tensor([[[0.0, 1.0]]]))
-    >>> verdict.num_accepted.item(), verdict.bonus.item()
-    (0, 1)
+    Example:
+        >>> from specdec import DraftTree
+        >>> from specdec.verify import TargetOnly
+        >>> tree = DraftTree.from_root(torch.tensor([0]))
+        >>> verdict = TargetOnly()(tree, torch.tensor([[[0.0, 1.0]]]))
+        >>> verdict.num_accepted.item(), verdict.bonus.item()
+        (0, 1)
     """
 
     def step(

@@ -25,13 +25,16 @@ class Traversal:
     Needs what `TreeRejection` needs of the tree, and the target's law at all nodes at once, so it cannot serve
     requests whose processors keep state.
 
-    >>> half = torch.tensor([[[0.5, 0.5]] * 3])
-    >>> tree = DraftTree(
-    ...     tokens=torch.tensor([[0, 1, 0]]), parents=torch.tensor([[-1, 0, 0]]), num_nodes=torch.tensor([3]),
-    ...     scores=torch.tensor([[0.0, -0.7, -0.7]]), draft_probs=half,
-    ... )
-    >>> Traversal()(tree, half).path.tolist()  # drawn from the target's own law: the first leaf is kept
-    [[1]]
+    Example:
+        >>> from specdec import DraftTree
+        >>> from specdec.verify import Traversal
+        >>> half = torch.tensor([[[0.5, 0.5]] * 3])
+        >>> tree = DraftTree(
+        ...     tokens=torch.tensor([[0, 1, 0]]), parents=torch.tensor([[-1, 0, 0]]), num_nodes=torch.tensor([3]),
+        ...     scores=torch.tensor([[0.0, -0.7, -0.7]]), draft_probs=half,
+        ... )
+        >>> Traversal()(tree, half).path.tolist()  # drawn from the target's own law: the first leaf is kept
+        [[1]]
     """
 
     lossless: bool = True

@@ -26,13 +26,15 @@ class TreeRejection(StepRule):
     A child outside the draft law (the law is used up, or the node's law is all zero) counts as certain, which is
     exact however it was chosen.
 
-    >>> half = torch.tensor([[[0.5, 0.5]] * 2])
-    >>> tree = DraftTree(
-    ...     tokens=torch.tensor([[0, 1]]), parents=torch.tensor([[-1, 0]]), num_nodes=torch.tensor([2]),
-    ...     scores=torch.tensor([[0.0, -0.7]]), draft_probs=half,
-    ... )
-    >>> TreeRejection()(tree, half).path.tolist()  # drawn from the target's own law: always accepted
-    [[1]]
+    Example:
+        >>> from specdec import DraftTree
+        >>> from specdec.verify import TreeRejection
+        >>> tree = DraftTree(
+        ...     tokens=torch.tensor([[0, 1, 0]]), parents=torch.tensor([[-1, 0, 0]]), num_nodes=torch.tensor([3]),
+        ...     scores=torch.tensor([[0.0, -0.7, -0.7]]), draft_probs=torch.full((1, 3, 2), 0.5),
+        ... )
+        >>> TreeRejection()(tree, torch.tensor([[[1.0, 0.0]] * 3])).path.tolist()  # the second child is right
+        [[2]]
     """
 
     def step(

@@ -31,12 +31,15 @@ class Typical(StepRule):
     Raises:
         UnsupportedError: for values outside these ranges.
 
-    >>> tree = DraftTree(
-    ...     tokens=torch.tensor([[0, 1]]), parents=torch.tensor([[-1, 0]]), num_nodes=torch.tensor([2]),
-    ...     scores=torch.tensor([[0.0, -0.7]]),
-    ... )
-    >>> Typical()(tree, torch.tensor([[[0.8, 0.2]] * 2])).path.tolist()  # 0.2 > min(0.09, ...): always kept
-    [[1]]
+    Example:
+        >>> from specdec import DraftTree
+        >>> from specdec.verify import Typical
+        >>> tree = DraftTree(
+        ...     tokens=torch.tensor([[0, 1]]), parents=torch.tensor([[-1, 0]]), num_nodes=torch.tensor([2]),
+        ...     scores=torch.tensor([[0.0, -0.7]]),
+        ... )
+        >>> Typical()(tree, torch.tensor([[[0.8, 0.2]] * 2])).path.tolist()  # 0.2 > min(0.09, ...): always kept
+        [[1]]
     """
 
     lossless: bool = False

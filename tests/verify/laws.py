@@ -143,8 +143,8 @@ def keeps_weight(right: Any, target: Tensor, draft: Tensor | None, token: Tensor
 def divides_mass(right: Any, target: Tensor, draft: Tensor | None, token: Tensor, weight: Tensor) -> Any:
     """`rules.reject`, but the mass is divided by 1 - draft(token): another mistake of public traversal code."""
     rest, left, _ = right(target, draft, token, weight)
-    drawn = rules.drawn_from(draft, token, target)
-    mass = rules.uncovered(target, drawn, weight).sum(-1) / (1.0 - rules.at(drawn, token)).clamp_min(1e-300)
+    assert draft is not None
+    mass = rules.uncovered(target, draft, token, weight).sum(-1) / (1.0 - rules.at(draft, token)).clamp_min(1e-300)
     return rest, left, rules.weight_after(mass, weight)
 
 

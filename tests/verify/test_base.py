@@ -16,7 +16,6 @@ from specdec.verify import (
     Traversal,
     TreeRejection,
     Typical,
-    default_verifier,
     exact,
 )
 from specdec.verify.base import flip, pick
@@ -128,25 +127,6 @@ def test_builders_are_checked_before_a_request(builder):
                 rule.check(builder)
         else:
             rule.check(builder)
-
-
-@pytest.mark.parametrize(
-    ("builder", "do_sample", "expected"),
-    [
-        (Chain(nodes=3), True, TargetOnly),
-        (BestFirst(nodes=4), True, TargetOnly),
-        (sampled_chain(3), True, Rejection),
-        (Sampled((2, 1)), True, TreeRejection),
-        (sampled_chain(3), False, TargetOnly),
-        (Sampled((2, 1)), False, TargetOnly),
-    ],
-)
-def test_default_verifier(builder, do_sample, expected):
-    rule = default_verifier(builder, do_sample=do_sample)
-    assert type(rule) is expected
-    rule.check(builder)
-    assert rule.lossless
-    assert rule.stepwise
 
 
 def test_coins_and_draws_keep_to_what_is_certain():

@@ -107,12 +107,13 @@ class Chancy(StepRule):
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda probs: torch.rand(3), "rand cannot be enumerated"),
-        (lambda probs: torch.empty(3).exponential_(), "exponential_ cannot be enumerated"),
+        (lambda _: torch.rand(3), "rand cannot be enumerated"),
+        (lambda _: torch.empty(3).exponential_(), "exponential_ cannot be enumerated"),
         (lambda probs: probs.multinomial(1), "multinomial cannot be enumerated"),
         (lambda probs: torch.bernoulli(probs), "one coin per row"),
-        (lambda probs: torch.multinomial(probs, 2), "one multinomial draw per row"),
-        (lambda probs: torch.multinomial(probs[0], 1), "one row per batch row"),
+        (lambda probs: torch.multinomial(probs, 2), r"one draw per row can be enumerated, got 2"),
+        (lambda probs: torch.multinomial(probs[0], num_samples=1), r"one draw per row .* weights \[3\]"),
+        (lambda probs: torch.multinomial(probs.expand(2, -1), 1), "one row per batch row, 1, got 2"),
     ],
 )
 def test_other_chance_is_refused(draw, message):

@@ -57,8 +57,10 @@ def test_whatever_comes_stays_a_law(target, draft, token, weight):
 
 def test_the_share_is_one_exactly_where_rounding_would_eat_the_mass():
     """(mass + 1) - 1 is not mass; a root whose share is not 1 could be rejected, and a round would have no end."""
-    for mass in (1e-8, 3e-8, 1e-12, 0.0):
+    for mass in (0.0, 1e-12, 1e-8, 8e-8, 1e-7, 0.3):
         assert rules.weight_after(torch.tensor([mass]), ONE) == 1
+    mass = torch.tensor([8e-8])
+    assert mass / (mass + 1.0 - ONE) < 0.7
 
 
 def test_a_deterministic_child_takes_its_own_mass():
@@ -74,6 +76,5 @@ def test_a_used_up_law_stays_used_up():
     _, left, _ = rules.reject(target, torch.tensor([[1.0, 0.0, 0.0]]), token, ONE)
     assert left is not None
     assert left.tolist() == [[0.0, 0.0, 0.0]]
-    assert torch.equal(
-        rules.drawn_from(left, torch.tensor([2]), target), torch.tensor([[0.0, 0.0, 1.0]])
-    )  # the next child counts as certain
+    # The next child counts as certain: what it does not take is all the rest.
+    assert rules.uncovered(target, left, torch.tensor([2]), ONE).tolist() == [[0.5, 0.25, 0.0]]

@@ -6,6 +6,8 @@ by one, and begins requests anew. Two runs that must agree are asked about the v
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from jaxtyping import Bool, Int
@@ -59,7 +61,6 @@ def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, de
     if drafter.feature_layers:
         raise UnsupportedError(f"{name} reads features of layers {drafter.feature_layers}; check it with a model.")
     check = _Check(drafter, name, context)
-    text = context.tokens.clone(), context.mask.clone()
     check.start(context)
     seen = check.explore(check.roots, check.everyone, count, depth)
     check.start(context)
@@ -69,8 +70,6 @@ def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, de
     check.same(seen, check.ask(seen, count), "another request ran; start() must forget it")
     check.commits(seen, count, depth)
     check.rows_apart(seen, count)
-    if not (torch.equal(text[0], context.tokens) and torch.equal(text[1], context.mask)):
-        raise LawError(f"{name} changed the tokens or the mask of its context; they are the caller's.")
     for _ in range(2):
         check.start(context)
         drafter.finish()
@@ -89,7 +88,13 @@ class _Check:
     def start(self, context: DraftContext) -> None:
         """Begins a request."""
         self._rewind()
-        self._drafter.start(context)
+        with self._untouched("start", context.tokens, context.mask):
+            self._drafter.start(context)
+
+    def commit(self, tokens: Int[Tensor, "batch new"], counts: Int[Tensor, " batch"]) -> None:
+        """Tells what was committed."""
+        with self._untouched("commit", tokens, counts):
+            self._drafter.commit(tokens, counts)
 
     def explore(
         self, roots: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"], count: int, depth: int
@@ -123,32 +128,29 @@ class _Check:
     def other_request(self, count: int, depth: int) -> None:
         """A request about other text, which commits something and is left unfinished."""
         self.start(dataclasses.replace(self._context, tokens=(self._context.tokens + 1) % self._context.vocab_size))
-        self._drafter.commit(self.roots[:, None], torch.ones_like(self.roots))
+        self.commit(self.roots[:, None], torch.ones_like(self.roots))
         self.explore(self.roots, self.everyone, count, depth)
 
     def commits(self, seen: list[Level], count: int, depth: int) -> None:
         """What is committed, and nothing else, changes what follows."""
         tokens, counts = self._tokens_to_commit(seen[0][1])
-        before = tokens.clone(), counts.clone()
         going, last = counts > 0, (counts - 1).clamp_min(0)[:, None]
         roots = torch.where(going, tokens.gather(1, last).squeeze(1), self.roots)
 
         self.start(self._context)
         self.ask(seen, count)
-        self._drafter.commit(tokens, counts)
-        if not (torch.equal(before[0], tokens) and torch.equal(before[1], counts)):
-            raise LawError(f"{self._name}.commit changed the tensors it was given; they are the caller's.")
+        self.commit(tokens, counts)
         after = self.explore(roots, going, count, depth)
         self.start(self._context)
         for place in range(tokens.shape[1]):
-            self._drafter.commit(tokens[:, place : place + 1], (counts > place).long())
+            self.commit(tokens[:, place : place + 1], (counts > place).long())
         self.same(
             after, self.ask(after, count), "first the committed tokens were drafted, then not, and came one by one"
         )
 
         # What is learned along the way may move probabilities, so only the proposals are compared.
         self.start(self._context)
-        self._drafter.commit(tokens, counts)
+        self.commit(tokens, counts)
         continued = self._children(after[0][0], _MANY)
         self.start(self._extended(tokens, counts))
         fresh = self._children(after[0][0], _MANY)
@@ -190,6 +192,14 @@ class _Check:
                         f"then {_shown(theirs)}, though {what}."
                     )
 
+    @contextmanager
+    def _untouched(self, call: str, *tensors: Tensor) -> Iterator[None]:
+        """Raises if a call changed the tensors it was given."""
+        before = [tensor.clone() for tensor in tensors]
+        yield
+        if not all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True)):
+            raise LawError(f"{self._name}.{call} changed the tensors it was given; they are the caller's.")
+
     def _rewind(self) -> None:
         """Puts the generator back to where it was at first, so that two runs see the same chance."""
         if self._context.generator is not None and self._chance is not None:
@@ -216,12 +226,9 @@ class _Check:
         )
 
     def _children(self, frontier: Frontier, count: int) -> Candidates:
-        """The drafter's answer, which must be well formed and leave the frontier as it is."""
-        tensors = frontier.tokens, frontier.parents, frontier.valid
-        before = [tensor.clone() for tensor in tensors]
-        answer = self._drafter.children(frontier, count)
-        if not all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True)):
-            raise LawError(f"{self._name}.children changed the frontier it was given; it is the caller's.")
+        """The drafter's answer, which must be well formed."""
+        with self._untouched("children", frontier.tokens, frontier.parents, frontier.valid):
+            answer = self._drafter.children(frontier, count)
         place = f"{self._name}.children at depth {frontier.depth}"
         _check_form(answer, frontier, count, self._context.vocab_size, place)
         _check_values(answer, frontier.valid, place)
