@@ -183,7 +183,9 @@ def _replayer(verdict: Verdict) -> Step:
     path = torch.cat([verdict.path, torch.full_like(verdict.bonus, -1)[:, None]], 1)
 
     def step(
-        tree: DraftTree, node: Int[Tensor, " batch"], law: TargetLaw
+        tree: DraftTree,
+        node: Int[Tensor, " batch"],  # noqa: ARG001
+        law: TargetLaw,  # noqa: ARG001
     ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         depth = next(position)
         child = torch.where(depth < verdict.num_accepted, path[:, min(depth, path.shape[1] - 1)], -1)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ MIXED: list[int | None] = [9, None, 0, 2, 9, 1, None, 9, 0, 1]
 RAGGED: list[list[int | None]] = [MIXED, [0, 9, None, 1, 2], [2, None, 2, 0, 9], [1, 9, 0, None, 3]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def model(family: str = "llama", **options: Any) -> PreTrainedModel:
     """A tiny model, made once; tests must leave it as it is."""
     return tiny_model(family, **{"seed": SEEDS.get(family, 7), **options})
@@ -52,7 +52,7 @@ def plain(target: PreTrainedModel, **request: Any) -> Any:
     return type(target).generate(target, **{"do_sample": False, "pad_token_id": PAD, **request})
 
 
-@lru_cache(maxsize=None)
+@cache
 def text(prompts: str, tokens: int, family: str = "llama") -> Tensor:
     """The ids that plain greedy decoding gives when nothing stops it; do not change them."""
     return plain(model(family), **batch(PROMPTS[prompts]), max_new_tokens=tokens)
@@ -103,7 +103,9 @@ def oracle(reference: Tensor, *, in_step: bool = False, **options: Any) -> Oracl
     `in_step` gives all rows the same schedule, for requests whose rows must advance together.
     """
     rows = reference.shape[0]
-    return OracleDrafter(reference, MIXED if in_step or rows == 1 else [RAGGED[row % 4] for row in range(rows)], **options)
+    return OracleDrafter(
+        reference, MIXED if in_step or rows == 1 else [RAGGED[row % 4] for row in range(rows)], **options
+    )
 
 
 class Tape(BaseStreamer):

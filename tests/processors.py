@@ -69,7 +69,9 @@ STATEFUL: dict[str, Arguments] = {
     "guidance_scale": lambda _: {"guidance_scale": 1.5},
     "prefix_allowed_tokens_fn": lambda _: {"prefix_allowed_tokens_fn": parity},
     "watermark_synthid": lambda _: {
-        "watermarking_config": SynthIDTextWatermarkingConfig(ngram_len=3, keys=[5, 9, 22, 3], skip_first_ngram_calls=True)
+        "watermarking_config": SynthIDTextWatermarkingConfig(
+            ngram_len=3, keys=[5, 9, 22, 3], skip_first_ngram_calls=True
+        )
     },
     "user": lambda _: {"logits_processor": [Shift()]},
     "user_with_state": lambda _: {"logits_processor": [Count()]},

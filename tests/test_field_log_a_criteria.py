@@ -29,7 +29,7 @@ class Listener(StoppingCriteria):
         self.scores: list[tuple[Tensor, ...] | None] = []
         self.rule = rule
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         self.prefixes.append(input_ids.tolist())
         self.scores.append(scores)
         if self.rule is None:
@@ -106,7 +106,7 @@ def test_a7_a_criterion_that_reads_scores_gets_those_of_the_committed_tokens(pro
         assert torch.equal(given[-1], expected[-1])
 
     class Unsure(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:  # noqa: ARG002
+        def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
             return scores[-1].softmax(-1).max(-1).values < 0.2
 
     compare(Unsure, prompts=prompts, all_kinds=False, **details)

@@ -5,7 +5,7 @@ A round asks the target for several prefixes at once; each processor must see ex
 
 import inspect
 import re
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ def arguments(name: str, prompts: str) -> dict[str, Any]:
     return {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": NEW, **ALL[name](text)}
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(name: str, prompts: str) -> Any:
     return helpers.plain(helpers.model(), **arguments(name, prompts), **DETAILS)
 
@@ -104,7 +104,9 @@ def test_a9_every_processor_of_transformers_is_in_the_table():
     base = {**helpers.batch(helpers.ONE), "max_new_tokens": 4, "do_sample": True}
     requests += [{**base, **warper} for warper in processors.WARPERS.values()]
     for request in requests:
-        covered |= {type(item).__name__ for item in generator._prepare(request.pop("input_ids"), **request).ledger._processors}
+        covered |= {
+            type(item).__name__ for item in generator._prepare(request.pop("input_ids"), **request).ledger._processors
+        }
     assert known - covered - {"LogitsProcessorList"} == set()
 
 
@@ -168,7 +170,7 @@ def test_a10_a_subclass_of_a_known_processor_is_not_taken_for_it():
 def test_a10_a_processor_with_state_and_a_verifier_of_whole_trees_is_refused_by_name(name):
     """A processor with state was asked about nodes that are never committed."""
     request, drafter, target = arguments(name, "one"), helpers.oracle(unprocessed("one")), helpers.model()
-    with helpers.forwards(target) as calls, pytest.raises(UnsupportedError, match="keep state.*TargetOnly"):
+    with helpers.forwards(target) as calls, pytest.raises(UnsupportedError, match=r"keep state.*TargetOnly"):
         helpers.speculate(target, drafter, trees.Chain(4), verifier=verify.BlockVerification(), **request)
     assert calls == []
 

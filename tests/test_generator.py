@@ -83,7 +83,10 @@ def test_without_a_cache_nothing_but_the_returned_cache_differs():
     assert run.output.tolist() == helpers.text("ragged", NEW).tolist()
     request = {**helpers.batch(helpers.ONE), "max_new_tokens": 3, "return_dict_in_generate": True, "use_cache": False}
     assert helpers.plain(helpers.model(), **request).cache is None
-    assert helpers.speculate(helpers.model(), helpers.oracle(run.output[:1]), trees.Chain(2), **request).output.cache is None
+    assert (
+        helpers.speculate(helpers.model(), helpers.oracle(run.output[:1]), trees.Chain(2), **request).output.cache
+        is None
+    )
 
 
 def test_without_any_prompt_text_starts_at_bos():
@@ -103,7 +106,9 @@ def test_the_default_length_warns_as_in_transformers():
 
 def test_the_model_s_own_generation_config_counts():
     target = tiny_model("llama", seed=7)
-    target.generation_config = GenerationConfig(max_new_tokens=NEW, repetition_penalty=1.5, pad_token_id=0, eos_token_id=96)
+    target.generation_config = GenerationConfig(
+        max_new_tokens=NEW, repetition_penalty=1.5, pad_token_id=0, eos_token_id=96
+    )
     request = helpers.batch(helpers.FOUR)
     expected = type(target).generate(target, **request)
     output = SpeculativeGenerator(target, helpers.oracle(expected), trees.Chain(4)).generate(**request)
@@ -209,7 +214,9 @@ def test_a_cache_with_only_the_new_ids():
     first = helpers.plain(target, **request, max_new_tokens=NEW, return_dict_in_generate=True)
     more = {"input_ids": first.sequences[:, -1:], "attention_mask": torch.ones(1, START + NEW, dtype=torch.int64)}
     expected = fresh[:, START + NEW - 1 :]
-    run = helpers.speculate(target, helpers.oracle(expected), trees.Chain(4), **more, max_new_tokens=NEW, cache=first.cache)
+    run = helpers.speculate(
+        target, helpers.oracle(expected), trees.Chain(4), **more, max_new_tokens=NEW, cache=first.cache
+    )
     helpers.assert_equal(run, expected)
 
 
@@ -226,7 +233,11 @@ def test_rows_that_end_unevenly_leave_no_cache():
     new = helpers.text("ragged", NEW)[:, -NEW:]
     request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW, "eos_token_id": int(new[1, 4])}
     run = helpers.speculate(
-        helpers.model(), helpers.oracle(helpers.text("ragged", NEW)), trees.Chain(4), **request, return_dict_in_generate=True
+        helpers.model(),
+        helpers.oracle(helpers.text("ragged", NEW)),
+        trees.Chain(4),
+        **request,
+        return_dict_in_generate=True,
     )
     assert run.output.cache is None
 
@@ -237,7 +248,12 @@ def test_a_foreign_cache_is_refused_before_any_forward():
     cache.layers[0].filled = 3
     with helpers.forwards(helpers.model()) as calls, pytest.raises(UnsupportedError, match="RowLayer"):
         helpers.speculate(
-            helpers.model(), drafters.PromptLookupDrafter(), trees.Chain(2), **helpers.batch(helpers.ONE), cache=cache, max_new_tokens=4
+            helpers.model(),
+            drafters.PromptLookupDrafter(),
+            trees.Chain(2),
+            **helpers.batch(helpers.ONE),
+            cache=cache,
+            max_new_tokens=4,
         )
     assert calls == []
 
@@ -287,7 +303,10 @@ def test_attach_twice_is_refused_and_detach_is_idempotent():
 
 
 def test_a_generator_made_while_another_is_attached_works():
-    target, request = tiny_model("llama", seed=7), {**helpers.batch(helpers.ONE), "max_new_tokens": NEW, "do_sample": False}
+    target, request = (
+        tiny_model("llama", seed=7),
+        {**helpers.batch(helpers.ONE), "max_new_tokens": NEW, "do_sample": False},
+    )
     with SpeculativeGenerator(target).attach():
         inner = SpeculativeGenerator(target, OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
         assert inner.generate(**request).tolist() == helpers.text("one", NEW).tolist()

@@ -86,7 +86,9 @@ def test_a_generator_draws_as_the_global_one_and_leaves_it_alone(shape):
     before = torch.get_rng_state()
     drafter = helpers.oracle(expected, rank=rank)
     first, second, other = (
-        helpers.speculate(helpers.model(), drafter, tree, **request, generator=torch.Generator().manual_seed(seed)).output
+        helpers.speculate(
+            helpers.model(), drafter, tree, **request, generator=torch.Generator().manual_seed(seed)
+        ).output
         for seed in (11, 11, 12)
     )
     assert first.tolist() == second.tolist() == expected.tolist() != other.tolist()
@@ -124,7 +126,11 @@ def test_greedy_decoding_draws_nothing(shape):
     tree, rank = SHAPES[shape]
     before = torch.get_rng_state()
     helpers.speculate(
-        helpers.model(), helpers.oracle(helpers.text("ragged", NEW), rank=rank), tree, **helpers.batch(helpers.FOUR), max_new_tokens=NEW
+        helpers.model(),
+        helpers.oracle(helpers.text("ragged", NEW), rank=rank),
+        tree,
+        **helpers.batch(helpers.FOUR),
+        max_new_tokens=NEW,
     )
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -172,7 +178,12 @@ def test_a19_tiny_temperatures_choose_the_best_token(name, temperature):
     tree, verifier = VERIFIERS[name]
     target = steep([80, 79, 3, 3], torch.float16)
     drafter = drafters.ModelDrafter(steep([1.1, 1, 1, 1], torch.float32), temperature=1.0)
-    request = {"input_ids": torch.tensor([[3]] * 8), "max_new_tokens": 12, "do_sample": True, "temperature": temperature}
+    request = {
+        "input_ids": torch.tensor([[3]] * 8),
+        "max_new_tokens": 12,
+        "do_sample": True,
+        "temperature": temperature,
+    }
     details = {"return_dict_in_generate": True, "output_scores": True}
     run = helpers.speculate(target, drafter, tree, verifier=verifier, **request, **details)
     assert set(run.output.sequences[:, 1:].flatten().tolist()) == {0}

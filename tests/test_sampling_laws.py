@@ -6,7 +6,7 @@ either holds or does not. Wrong rules are kept beside the right ones and must be
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -57,7 +57,7 @@ RULES: dict[str, tuple[TreeBuilder, Verifier | None]] = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def models() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
     return table_model(TARGET), table_model(DRAFT), table_model(HINT)
 

@@ -135,8 +135,8 @@ class Goodput:
         hopes = self._hopes.best(0.0, self._drafting, self._verify, largest=_GROWTH * max(self._draft.measured))
         cheap = (size for size in self._sizes[1:] if self._draft_bound(size) <= 0.1 * self._plain)
         size = max(cheap, default=1)
-        if len(self._draft.measured) == 1:
-            size = min(2 * max(self._draft.measured), self._sizes[-1])
+        if list(self._draft.measured) == [1]:
+            size = min(2, self._sizes[-1])  # tells a drafter that drafts at once from one that drafts step by step
         cost = self._drafting(size) / self._plain
         if self._sampled:
             cost += self._width_bound(size + 1) / self._plain - 1.0
@@ -170,24 +170,27 @@ class Goodput:
 
     def _choose_nodes(self, most: int) -> int:
         """How many nodes of the tree just studied to verify."""
+        self._foreseen = 0.0
         if not self._verify.measured:
             return most
+        if self._reference_due():
+            return 0
         sizes = [size for size in self._sizes if size < most] + [most]
         curve, floor = (gains(marginals, sizes, extend=False) for marginals in self._marginals)
         plain = self._plain
         rate = max(self._rate, 1.0 / plain)
+        drafting = self._drafting(self._asked) if self._draft.measured else 0.0
+        costs = [(drafting + self._width_bound(size + 1)) / plain - 1.0 for size in sizes]
         best, surplus = 0, -rate * plain
-        self._foreseen = 0.0
-        for size, gain, least in zip(sizes[1:], curve[1:], floor[1:], strict=True):
+        for size, gain, least, cost in zip(sizes, curve, floor, costs, strict=True):
             worth = gain - rate * self._verify(size + 1)
-            if worth > surplus and self._purse.affords(self._width_bound(size + 1) / plain - 1.0, foreseen=least):
+            if worth > surplus and self._purse.affords(cost, foreseen=least):
                 best, surplus, self._foreseen = size, worth, gain
         if best == 0 and self._rounds >= 2**self._trials:
-            for size, gain, least in zip(sizes[1:], curve[1:], floor[1:], strict=True):
+            for size, gain, least, cost in zip(sizes, curve, floor, costs, strict=True):
                 if size < min(3, most) or self._verify.count(size + 1) > 1:
                     continue
                 hope = self._verify(self._settled(size + 1))
-                cost = self._width_bound(size + 1) / plain - 1.0
                 if 1 + gain >= 1.03 * rate * hope and self._purse.affords(cost, foreseen=least):
                     self._trials += 1
                     self._foreseen = gain

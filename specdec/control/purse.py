@@ -8,6 +8,7 @@ were seen, and as far as earlier foresight came true.
 
 _CREDIT = 1.0  # plain rounds that a call may lose at once
 _WINNINGS = 12.0  # plain rounds' worth of past winnings that count
+_SMALL = 0.05  # plain rounds that may always be lost in one round
 _LUCK = 8.0  # accepted tokens that may be missing by chance
 _WEIGHT = 3.0  # accepted tokens foreseen in one round that count for its truth
 _FADE = 0.95  # memory of that, per drafted round
@@ -64,4 +65,4 @@ class Purse:
         """Whether a round may spend `cost` plain rounds beyond its first, for `foreseen` accepted tokens."""
         trust = min(1.0, (self._accepted + _LUCK) / max(self._foreseen, _LUCK))
         spare = self.balance if cost <= _CREDIT else 0.5 * self.balance
-        return cost - trust * foreseen <= max(0.0, spare) and self.balance > -self._credit
+        return cost - trust * foreseen <= max(_SMALL, spare) and self.balance > -self._credit

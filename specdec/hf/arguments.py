@@ -80,7 +80,8 @@ ARGUMENTS: tuple[Argument, ...] = (
     *_supported("output_hidden_states output_attentions", "shaped as in generate"),
     *_supported("use_cache", "verification always keeps a cache of its own; False only means that none is returned"),
     *_supported(
-        "cache past_key_values", "a DynamicCache to continue from is copied, never changed; the grown one is returned, None if rows end unevenly"
+        "cache past_key_values",
+        "a DynamicCache to continue from is copied, never changed; the grown one is returned, None if rows end unevenly",
     ),
     *_supported("prefill_chunk_size", "as in generate"),
     *_refused(
@@ -117,8 +118,18 @@ ARGUMENTS: tuple[Argument, ...] = (
 )
 
 _MODEL_INPUTS = frozenset(
-    "attention_mask position_ids token_type_ids inputs_embeds cache use_cache logits_to_keep output_hidden_states "
-    "output_attentions labels".split()
+    [
+        "attention_mask",
+        "position_ids",
+        "token_type_ids",
+        "inputs_embeds",
+        "cache",
+        "use_cache",
+        "logits_to_keep",
+        "output_hidden_states",
+        "output_attentions",
+        "labels",
+    ]
 )
 """Inputs of a model's forward that `generate` may hand on; `labels` it never does."""
 

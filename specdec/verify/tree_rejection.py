@@ -1,8 +1,8 @@
 """Recursive rejection: try the children of a node in the order they were drawn, each against what is left.
 
-Exact because each trial serves its part of the target: a child x drawn from q is kept with probability min(1, p/q),
-which hands out min(p, q) in total; what the target still needs is max(p - q, 0), and the same game goes on with that
-as the target and with q without x, the law the next sibling was really drawn from.
+Exact because each trial serves its part of the target: a child is kept with probability min(1, target / draft), which
+hands out min(target, draft) in total; what the target still needs is max(target - draft, 0). The same game goes on
+with that as the target, and with the draft law without the failed child: the law the next sibling was drawn from.
 
 Sources: recursive rejection without replacement (arXiv 2402.14160), Sequoia (2402.12374); SpecInfer (2305.09781) is
 the same with independent draws.

@@ -43,7 +43,9 @@ def test_an_argument_without_a_row_is_noticed():
 
 
 def test_the_names_that_generate_pops_are_those_in_the_table():
-    source = inspect.getsource(GenerationMixin.generate) + inspect.getsource(GenerationMixin._extract_generation_mode_kwargs)
+    source = inspect.getsource(GenerationMixin.generate) + inspect.getsource(
+        GenerationMixin._extract_generation_mode_kwargs
+    )
     for name in POPPED:
         assert f'kwargs.pop("{name}"' in source
     assert len(re.findall(r'(?<!_)kwargs\.pop\("', source)) == len(POPPED)
@@ -178,7 +180,7 @@ def test_inputs_of_the_model_that_a_verify_forward_would_not_get_are_refused_by_
 
 @pytest.mark.parametrize("count", [-1, 5])
 def test_a_draft_budget_outside_the_tree_s_is_refused(count):
-    with pytest.raises(UnsupportedError, match=f"num_draft_tokens={count}.*0..4"):
+    with pytest.raises(UnsupportedError, match=rf"num_draft_tokens={count} is outside 0\.\.4"):
         SpeculativeGenerator(helpers.model(), tree=trees.Chain(4)).generate(
             **helpers.batch(helpers.ONE), max_new_tokens=4, num_draft_tokens=count
         )

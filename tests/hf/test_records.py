@@ -1,7 +1,7 @@
-"""Scores, logits, hidden states and attentions: one entry per new token, with the values and shapes of plain generate."""
+"""Scores, logits, hidden states, attentions: one entry per new token, valued and shaped as by plain generate."""
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,7 +33,7 @@ CASES = [
 ]
 
 
-@lru_cache(maxsize=None)
+@cache
 def eager(family: str) -> PreTrainedModel:
     """Only eager attention gives weights. In float64 its mask overflows that softmax, also in plain generate."""
     target = tiny_model(family, seed=helpers.SEEDS.get(family, 7), dtype=torch.float32)
@@ -45,7 +45,7 @@ MODELS: dict[str, Callable[[str], PreTrainedModel]] = {"states": helpers.model, 
 WANTED: dict[str, dict[str, Any]] = {"states": STATES, "weights": WEIGHTS}
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(what: str, family: str, prompts: str, eos: tuple[int, ...] = ()) -> Any:
     request = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": NEW, "eos_token_id": list(eos) or None}
     return helpers.plain(MODELS[what](family), **request, **WANTED[what])

@@ -63,6 +63,16 @@ def test_chosen_trees(rule, target, tree):
 
 
 @names("rule", TREE_RULES, **rule_of)
+@names("drawn", [False, True])
+def test_three_levels(rule, drawn):
+    tree = deterministic([[0, 2, 1, 0, 0, 1, 2]], [[-1, 0, 0, 1, 2, 3, 3]])
+    weights = None
+    if drawn:
+        tree, weights = exact.draws(seeded(0), branches=(1, 2, 1))
+    assert exact.lossless_error(rule, tree, seeded(1), weights, length=4) < CLOSE
+
+
+@names("rule", TREE_RULES, **rule_of)
 def test_a_repeated_sibling_changes_nothing(rule):
     tree = deterministic([[0, 1, 1, 2]], [[-1, 0, 0, 2]])
     assert exact.lossless_error(rule, tree, seeded(0), length=3) < CLOSE

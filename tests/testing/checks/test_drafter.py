@@ -276,7 +276,7 @@ BEHAVIOUR = {
     Remembers: "start.. must forget",
     Random: "may not depend on chance",
     Deaf: r"commit\(\) must extend the text",
-    Greedy: "committed tokens were drafted, then not",
+    Greedy: "by nothing else",
     Rough: "came one by one",
     BelievesItself: "were drafted, then not",
     Mixes: "rows may not depend on each other",

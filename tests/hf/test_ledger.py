@@ -1,0 +1,233 @@
+"""The ledger's own laws: what may be served row by row, and that one committed token is one step of plain decoding."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers.generation import LogitsProcessorList, StoppingCriteriaList, logits_process, stopping_criteria
+
+from specdec.errors import UnsupportedError
+from specdec.hf import ledger
+from specdec.hf.ledger import TokenLedger
+from specdec.hf.records import Records
+from specdec.testing.tokenizer import tiny_tokenizer
+from specdec.types import DraftTree, TargetOutput
+
+ROWS, SEQ, VOCAB = 3, 8, 97
+EOS = torch.tensor([3, 4])
+PROMPT = torch.tensor([[5, 6, 7, 5], [0, 0, 8, 9], [9, 9, 9, 9]])
+
+PROCESSORS: list[Any] = [
+    logits_process.TemperatureLogitsWarper(0.7),
+    logits_process.TopKLogitsWarper(5),
+    logits_process.TopPLogitsWarper(0.6),
+    logits_process.TopHLogitsWarper(0.4),
+    logits_process.MinPLogitsWarper(0.1),
+    logits_process.TypicalLogitsWarper(0.6),
+    logits_process.EpsilonLogitsWarper(0.02),
+    logits_process.EtaLogitsWarper(0.02),
+    logits_process.LogitNormalization(),
+    logits_process.InfNanRemoveLogitsProcessor(),
+    logits_process.SuppressTokensLogitsProcessor([7, 8]),
+    logits_process.MinLengthLogitsProcessor(SEQ + 1, EOS),
+    logits_process.MinNewTokensLengthLogitsProcessor(4, 5, EOS),
+    logits_process.RepetitionPenaltyLogitsProcessor(1.5, prompt_ignore_length=torch.tensor([0, 2, 0])),
+    logits_process.EncoderRepetitionPenaltyLogitsProcessor(1.5, PROMPT),
+    logits_process.NoRepeatNGramLogitsProcessor(2),
+    logits_process.EncoderNoRepeatNGramLogitsProcessor(2, PROMPT),
+    logits_process.SequenceBiasLogitsProcessor([[[5, 6], 3.0], [[7], -2.0]]),
+    logits_process.NoBadWordsLogitsProcessor([[5, 6], [7]]),
+    logits_process.ForcedBOSTokenLogitsProcessor(3),
+    logits_process.ForcedEOSTokenLogitsProcessor(SEQ + 1, 3),
+    logits_process.ExponentialDecayLengthPenalty((1, 1.5), 3, 4),
+    logits_process.SuppressTokensAtBeginLogitsProcessor([7], SEQ),
+    logits_process.WatermarkLogitsProcessor(VOCAB, "cpu", bias=2.0),
+]
+CRITERIA: list[Any] = [
+    stopping_criteria.MaxLengthCriteria(SEQ),
+    stopping_criteria.MaxTimeCriteria(1e9),
+    stopping_criteria.StopStringCriteria(tiny_tokenizer(), ["ab", "c"]),
+    stopping_criteria.EosTokenCriteria(EOS),
+]
+
+batches = st.tuples(st.integers(0, 2**32), st.integers(0, 2**32), st.integers(0, ROWS - 1), st.booleans())
+few = st.integers(3, 12)
+
+
+def sample(seed: int, small: bool) -> tuple[Tensor, Tensor]:
+    """Ids (few different ones, so that repetitions occur) and scores."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 12 if small else VOCAB, (ROWS, SEQ), generator=rng)
+    ids[:, :4] = PROMPT
+    return ids, 3 * torch.randn(ROWS, VOCAB, generator=rng)
+
+
+def test_every_row_wise_type_is_tried_here():
+    assert {type(item) for item in PROCESSORS} == set(ledger.ROW_WISE)
+    assert {type(item) for item in CRITERIA} == set(ledger.ROW_WISE_CRITERIA)
+
+
+@pytest.mark.parametrize("processor", PROCESSORS, ids=lambda item: type(item).__name__)
+@given(batches)
+def test_row_wise_processors_look_at_their_row_alone_and_remember_nothing(processor, drawn):
+    seed, other, row, small = drawn
+    ids, scores = sample(seed, small)
+    strange_ids, strange_scores = sample(other, not small)
+    strange_ids[row], strange_scores[row] = ids[row], scores[row]
+    first = processor(ids.clone(), scores.clone())
+    assert torch.equal(processor(strange_ids, strange_scores.clone())[row], first[row])
+    assert torch.equal(processor(ids.clone(), scores.clone()), first)
+    if type(processor) in ledger.PREFIX_FREE:
+        alone = processor(strange_ids[:1, :2], scores[row : row + 1].clone())
+        assert torch.equal(alone[0], first[row])
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda item: type(item).__name__)
+@given(batches)
+def test_row_wise_criteria_look_at_their_row_alone_and_remember_nothing(criterion, drawn):
+    seed, other, row, small = drawn
+    ids, _ = sample(seed, small)
+    strange, _ = sample(other, not small)
+    strange[row] = ids[row]
+    first = criterion(ids, None)
+    assert bool(criterion(strange, None)[row]) == bool(first[row])
+    assert torch.equal(criterion(ids, None), first)
+
+
+def test_a_processor_with_a_memory_is_noticed():
+    processor = logits_process.SynthIDTextWatermarkLogitsProcessor(3, [5, 9, 2], 64, 0, 16, "cpu")
+    ids, scores = sample(0, small=True)
+    first = processor(ids, scores)
+    assert not torch.equal(processor(ids, scores), first)
+
+
+def make(processors: list[Any], *, rows: int = 2, limit: int = 300, eos: bool = True, **options: Any) -> TokenLedger:
+    criteria = [stopping_criteria.MaxLengthCriteria(limit), *options.pop("criteria", [])]
+    if eos:
+        criteria.append(stopping_criteria.EosTokenCriteria(EOS))
+    return TokenLedger(
+        PROMPT[:rows],
+        prompt_mask=None,
+        processors=LogitsProcessorList(processors),
+        criteria=StoppingCriteriaList(criteria),
+        max_length=limit,
+        do_sample=False,
+        temperature=1.0,
+        pad_token=options.pop("pad_token", 0),
+        records=Records(batch=rows),
+        **options,
+    )
+
+
+def both(*values: bool) -> Tensor:
+    return torch.tensor(values)
+
+
+def test_rows_advance_alone_and_stop_alone():
+    book = make([])
+    assert not book.lockstep
+    assert book.commit(torch.tensor([10, 11]), both(True, True)).tolist() == [True, True]
+    assert book.commit(torch.tensor([12, 3]), both(False, True)).tolist() == [False, False]
+    assert book.active.tolist() == [True, False]
+    assert book.roots.tolist() == [10, 3]
+    assert book.remaining.tolist() == [300 - 5, 0]
+    assert book.sequences().tolist() == [[5, 6, 7, 5, 10, 0], [0, 0, 8, 9, 11, 3]]
+
+
+def test_without_eos_a_row_at_the_limit_waits_for_the_others_without_growing():
+    """Plain generate ends all rows at the same length; a row that got there first must not go beyond."""
+    book = make([], limit=6, eos=False)
+    for rows in (both(True, True), both(True, False)):
+        book.commit(torch.tensor([10, 11]), rows)
+    assert book.active.tolist() == [False, True]
+    assert book.remaining.tolist() == [0, 1]
+    book.commit(torch.tensor([10, 11]), both(False, True))
+    assert book.active.tolist() == [False, False]
+    assert book.sequences().shape == (2, 6)
+
+
+@pytest.mark.parametrize(
+    ("processors", "criteria", "eos", "lockstep"),
+    [
+        ([], [], True, False),
+        ([], [], False, False),
+        ([logits_process.TopKLogitsWarper(3)], [], True, False),
+        ([lambda ids, scores: scores], [], True, True),  # noqa: ARG005
+        ([], [CRITERIA[2]], True, False),
+        ([], [CRITERIA[2]], False, True),  # rows run on until the last is done
+        ([], [CRITERIA[1]], False, True),
+        ([], [lambda ids, scores: ids[:, -1] == 9], True, True),  # noqa: ARG005
+    ],
+)
+def test_when_rows_must_advance_together(processors, criteria, eos, lockstep):
+    assert make(processors, criteria=criteria, eos=eos).lockstep == lockstep
+    assert not make(processors, criteria=criteria, eos=eos, rows=1).lockstep
+
+
+def test_rows_that_stopped_are_padded_in_lockstep():
+    book = make([lambda ids, scores: scores])  # noqa: ARG005
+    book.commit(torch.tensor([3, 11]), both(True, True))
+    book.commit(torch.tensor([12, 13]), both(False, True))
+    assert book.sequences().tolist() == [[5, 6, 7, 5, 3, 0], [0, 0, 8, 9, 11, 13]]
+    assert book.active.tolist() == [False, True]
+
+
+def test_an_unknown_padding_id_is_needed_only_where_rows_end_alone():
+    with pytest.raises(UnsupportedError, match="pad_token_id"):
+        make([], pad_token=None)
+    make([], pad_token=None, eos=False)
+    make([], pad_token=None, rows=1)
+
+
+def test_long_texts_outgrow_the_first_buffer():
+    book = make([], rows=1)
+    for token in range(200):
+        book.commit(torch.tensor([10 + token % 50]), both(True))
+    assert book.sequences()[0, 4:].tolist() == [10 + token % 50 for token in range(200)]
+
+
+def test_streaming_waits_for_the_slowest_running_row():
+    columns: list[list[int]] = []
+    book = make([], on_token=lambda column: columns.append(column.tolist()))
+    book.commit(torch.tensor([10, 11]), both(True, True))
+    book.commit(torch.tensor([12, 0]), both(True, False))
+    book.commit(torch.tensor([13, 0]), both(True, False))
+    assert columns == [[10, 11]]
+    book.commit(torch.tensor([0, 4]), both(False, True))  # row 1 ends: it is padded from here on
+    assert columns == [[10, 11], [12, 4], [13, 0]]
+
+
+@given(st.lists(st.sampled_from(range(len(PROCESSORS))), min_size=1, max_size=3, unique=True), st.integers(0, 2**32))
+def test_laws_of_a_tree_are_the_laws_met_on_each_walk_down_it(chosen, seed):
+    processors = [PROCESSORS[index] for index in chosen if type(PROCESSORS[index]) is not type(PROCESSORS[14])]
+    processors = [item for item in processors if not isinstance(item, logits_process.EncoderNoRepeatNGramLogitsProcessor)]
+    parents = torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, 1, -1, -1]])
+    rng = torch.Generator().manual_seed(seed)
+    tree = DraftTree(
+        tokens=torch.randint(5, 9, (2, 5), generator=rng),
+        parents=parents,
+        num_nodes=torch.tensor([5, 3]),
+        scores=torch.zeros(2, 5),
+    )
+    output = TargetOutput(logits=3 * torch.randn(2, 5, VOCAB, generator=rng))
+
+    def fresh() -> TokenLedger:
+        book = make(processors)
+        book.commit(torch.tensor([9, 9]), both(True, False))  # rows of different lengths
+        return book
+
+    laws = fresh().laws(output, tree)
+    for row in range(2):
+        for leaf in range(int(tree.num_nodes[row])):
+            path = [leaf]
+            while path[0] > 0:
+                path.insert(0, int(parents[row, path[0]]))
+            book, rows = fresh(), torch.arange(2) == row
+            for node in path:
+                if node:
+                    book.commit(tree.tokens[:, node], rows)
+                law = book.law(output, torch.full((2,), node), rows)
+            assert torch.equal(law.probs[row], laws[row, leaf])
