@@ -9,7 +9,7 @@ import argparse
 import torch
 
 from specdec import SpeculativeGenerator, drafters, trees
-from specdec.testing.demo import demo_model
+from specdec.testing import demo_model
 
 PROMPTS = [
     "Write the line 'the wheels on the bus go round and round' four times.",

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from transformers import TextStreamer
 
 from specdec import SpeculativeGenerator, control, drafters, trees
-from specdec.testing.demo import demo_model
+from specdec.testing import demo_model
 
 
 def typed() -> Iterator[str]:

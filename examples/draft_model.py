@@ -14,7 +14,7 @@ import torch
 
 from specdec import SpeculativeGenerator, drafters, trees
 from specdec.protocols import Drafter
-from specdec.testing.demo import demo_model
+from specdec.testing import demo_model
 
 PROMPT = "Say twice: a rolling stone gathers no moss."
 

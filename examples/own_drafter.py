@@ -14,8 +14,7 @@ from torch import Tensor
 
 from specdec import Candidates, Frontier, SpeculativeGenerator, trees
 from specdec.protocols import DraftContext
-from specdec.testing import check_drafter
-from specdec.testing.demo import demo_model
+from specdec.testing import check_drafter, demo_model
 
 PROMPT = "Write this line five times: she sells sea shells by the sea shore."
 

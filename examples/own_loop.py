@@ -15,8 +15,7 @@ from specdec import control, drafters, trees, verify
 from specdec.hf import ModelTarget
 from specdec.protocols import DraftContext
 from specdec.rounds import rounds
-from specdec.testing import PlainLedger
-from specdec.testing.demo import demo_model
+from specdec.testing import PlainLedger, demo_model
 
 PROMPT = "Count: one two three, one two three, one two"
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from specdec import DraftTree, Frontier, SpeculativeGenerator, drafters, trees
 from specdec.protocols import Drafter
-from specdec.testing import check_builder
-from specdec.testing.demo import demo_model
+from specdec.testing import check_builder, demo_model
 
 PROMPT = "List the numbers from one to twenty, and then once more."
 

@@ -13,7 +13,7 @@ import torch
 
 from specdec import SpeculativeGenerator, drafters, trees, verify
 from specdec.protocols import TreeBuilder, Verifier
-from specdec.testing.demo import demo_model
+from specdec.testing import demo_model
 
 PROMPT = "Tell me a story about a fox and a lighthouse."
 CHAIN, BRANCHES = 4, (2, 2, 1)

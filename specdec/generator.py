@@ -224,6 +224,7 @@ class SpeculativeGenerator:
             **model_kwargs: Any,
         ) -> Request:
             arguments.check_model_inputs(model_kwargs)
+            arguments.check_outputs(generation_config)
             config, drafting = generation_config, nodes > 0
             target = ModelTarget(
                 model,
@@ -290,7 +291,7 @@ class SpeculativeGenerator:
     @torch.no_grad()
     def _run(self, request: Request) -> Iterator[Round]:
         """Runs the rounds of a request and keeps its statistics."""
-        self.stats = GenerationStats()
+        stats = self.stats = GenerationStats()
         if request.streamer is not None:
             request.streamer.put(request.prompt.cpu())
         for round in loop.rounds(
@@ -303,7 +304,7 @@ class SpeculativeGenerator:
             nodes=request.nodes,
             generator=request.generator,
         ):
-            self.stats.record(round)
+            stats.record(round)
             yield round
         if request.streamer is not None:
             request.streamer.end()

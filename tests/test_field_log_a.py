@@ -242,6 +242,17 @@ def test_a6_without_a_tokenizer_the_error_is_that_of_transformers():
     assert str(ours.value) == str(plain.value)
 
 
+def test_b7_the_padding_of_a_batch_is_the_first_eos_where_none_is_given():
+    """Finished rows need padding; a missing pad id was found only later."""
+    eos = [int(text("ragged")[0, -16 + 2]), 96]
+    target = helpers.model("llama", pad_token_id=None)
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": 16, "eos_token_id": eos, "pad_token_id": None}
+    expected = helpers.plain(target, **request)
+    run = helpers.speculate(target, perfect("ragged"), trees.Chain(6), **request)
+    assert run.output.tolist() == expected.tolist()
+    assert run.output[0, -13:].tolist() == [eos[0]] * 13
+
+
 def test_a8_a_cut_text_leaves_no_tokens_or_scores_behind():
     """Only the text was trimmed at the stop string: ids and log-probabilities kept the rest (see `check`)."""
     tokenizer = tiny_tokenizer()

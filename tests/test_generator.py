@@ -327,6 +327,32 @@ def test_rounds_checks_at_once_and_runs_when_advanced():
     assert committed == helpers.text("one", NEW)[0, START:].tolist()
 
 
+def test_two_open_requests_keep_their_own_statistics():
+    generator = SpeculativeGenerator(helpers.model(), OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
+    request = {**helpers.batch(helpers.ONE), "do_sample": False}
+    first = generator.rounds(**request, max_new_tokens=NEW)
+    next(first)
+    mine = generator.stats
+    next(generator.rounds(**request, max_new_tokens=1))
+    assert generator.stats is not mine
+    assert sum(1 for _ in first) == 3
+    assert (mine.new_tokens, generator.stats.new_tokens) == (NEW, 1)
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_arguments_by_position_and_in_inference_mode(positional):
+    config = GenerationConfig(max_new_tokens=NEW, pad_token_id=0)
+    request = (helpers.batch(helpers.ONE)["input_ids"], config)
+    generator = SpeculativeGenerator(helpers.model(), OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
+    with torch.inference_mode():
+        output = (
+            generator.generate(*request)
+            if positional
+            else generator.generate(inputs=request[0], generation_config=config)
+        )
+    assert output.tolist() == helpers.text("one", NEW).tolist()
+
+
 def test_gradients_are_off_inside_and_on_between_rounds():
     generator = SpeculativeGenerator(helpers.model(), OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
     for round in generator.rounds(**helpers.batch(helpers.ONE), max_new_tokens=NEW, do_sample=False):

@@ -124,7 +124,7 @@ class Goodput:
             if offer.size == 0:
                 break
             seconds = self._draft_bound(offer.size) + offer.seconds
-            if self._purse.affords(seconds / self._plain - 1.0, foreseen=offer.floor - 1.0):
+            if self._purse.affords(seconds, foreseen=offer.floor - 1.0):
                 self._foreseen = offer.tokens - 1.0
                 return offer.size
             largest = offer.size - 1
@@ -137,10 +137,8 @@ class Goodput:
         size = max(cheap, default=1)
         if list(self._draft.measured) == [1]:
             size = min(2, self._sizes[-1])  # tells a drafter that drafts at once from one that drafts step by step
-        cost = self._drafting(size) / self._plain
-        if self._sampled:
-            cost += self._width_bound(size + 1) / self._plain - 1.0
-        patience = _HOPEFUL if hopes.size else min(max(256 * cost, 1.0), _PATIENCE)
+        cost = self._drafting(size) + (self._width_bound(size + 1) if self._sampled else self._plain)
+        patience = _HOPEFUL if hopes.size else min(max(256 * (cost / self._plain - 1.0), 1.0), _PATIENCE)
         if self._since_draft < min(2.0**self._misses, patience) or not self._purse.affords(cost, foreseen=0.0):
             return 0
         self._misses += 1
@@ -151,7 +149,7 @@ class Goodput:
         """Whether a plain round must be measured (again): the clearer the gain, the later."""
         speedup, count = self._rate * self._plain, self._verify.count(1)
         if count < 2:
-            return (not self._paid and speedup < 2) or self._rounds >= 4 * (count + 1) * speedup**2
+            return (not self._paid and speedup < 2) or self._rounds >= (2 + 6 * count) * speedup**3
         return speedup < 1.5 and self._since_plain >= _PATIENCE
 
     def prune(self, tree: DraftTree) -> DraftTree:
@@ -180,7 +178,7 @@ class Goodput:
         plain = self._plain
         rate = max(self._rate, 1.0 / plain)
         drafting = self._drafting(self._asked) if self._draft.measured else 0.0
-        costs = [(drafting + self._width_bound(size + 1)) / plain - 1.0 for size in sizes]
+        costs = [drafting + self._width_bound(size + 1) for size in sizes]
         best, surplus = 0, -rate * plain
         for size, gain, least, cost in zip(sizes, curve, floor, costs, strict=True):
             worth = gain - rate * self._verify(size + 1)
@@ -263,6 +261,7 @@ class Goodput:
         self._verify.add(width, times.verify + times.accept + times.commit)
         self._since_plain = 0 if width == 1 else self._since_plain + 1
         self._since_draft += 1
+        self._purse.plain = self._plain
         outcomes = self._sampled_outcomes(round) if self._sampled else self._outcomes(round, counts)
         self._calibration.add(outcomes)
         self._purse.earn(tokens)
@@ -278,9 +277,9 @@ class Goodput:
         if self._drafted_rounds == 2 and max(self._draft.measured.values()) > _STARTUP * self._plain:
             self._draft = CostMeter(_line(_DRAFT_SLOPE), steepest=1.0)
         self._draft.add(round.budget, round.times.draft + round.times.grow)
-        cost = (self._drafting(round.budget) + self._verify(round.tree.width)) / self._plain
-        self._purse.book(cost=cost, tokens=tokens, foreseen=self._foreseen)
-        self._paid = tokens >= cost
+        seconds = self._drafting(round.budget) + self._verify(round.tree.width)
+        self._purse.book(seconds, tokens=tokens, foreseen=self._foreseen)
+        self._paid = tokens * self._plain >= seconds
         self._since_draft = 0
 
     def _outcomes(self, round: Round, counts: list[int]) -> list[Outcome]:

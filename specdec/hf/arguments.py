@@ -78,10 +78,13 @@ ARGUMENTS: tuple[Argument, ...] = (
         "output_scores output_logits return_dict_in_generate", "one entry per new token, shaped as in generate"
     ),
     *_supported("output_hidden_states output_attentions", "shaped as in generate"),
-    *_supported("use_cache", "verification always keeps a cache of its own; False only means that none is returned"),
+    *_supported(
+        "use_cache",
+        "verification always keeps a cache of its own; False means that none is returned, and goes with no states",
+    ),
     *_supported(
         "cache past_key_values",
-        "a DynamicCache to continue from is copied, never changed; the grown one is returned, None if rows end unevenly",
+        "a DynamicCache to continue from is copied, not changed; the grown one is returned, None if rows end unevenly",
     ),
     *_supported("prefill_chunk_size", "as in generate"),
     *_refused(
@@ -160,6 +163,16 @@ def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
                 f"{name}= is handed to the model's forward by generate, but not supported by SpeculativeGenerator, "
                 f"which serves {', '.join(sorted(_MODEL_INPUTS))}. Use model.generate for this call."
             )
+
+
+def check_outputs(config: GenerationConfig) -> None:
+    """Raises `UnsupportedError` for outputs that plain `generate` shapes by running the whole text again each step."""
+    wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(config, name)]
+    if config.return_dict_in_generate and wanted and not config.use_cache:
+        raise UnsupportedError(
+            f"use_cache=False with {' and '.join(wanted)} asks for the states of the whole text at every step; "
+            "leave use_cache=True, which gives those of the new token, or use model.generate."
+        )
 
 
 def _refuse(argument: Argument, value: Any) -> None:

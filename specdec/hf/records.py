@@ -61,9 +61,10 @@ class Records:
             states = tuple(layer[row, node : node + 1].clone() for layer in output.hidden_states)
             _slot(self._hidden, index - 1)[row] = states
         if self.attentions and output.attentions is not None and columns is not None:
+            # Some attention functions give no weights at all, here as in plain generate.
             weights = tuple(
                 layer[row, :, node : node + 1][..., keep]
-                for layer, keep in zip(output.attentions, columns, strict=True)
+                for layer, keep in zip(output.attentions, columns[: len(output.attentions)], strict=True)
             )
             _slot(self._attentions, index - 1)[row] = weights
 

@@ -4,6 +4,7 @@ For people who write drafters, trees and verifiers of their own and want to know
 """
 
 from specdec.testing.checks import check_builder, check_drafter, check_verifier
+from specdec.testing.demo import demo_model
 from specdec.testing.ledger import PlainLedger
 from specdec.testing.models import FAMILIES, VOCAB, greedy, table_model, tiny_model
 from specdec.testing.oracle import OracleDrafter
@@ -19,6 +20,7 @@ __all__ = [
     "check_builder",
     "check_drafter",
     "check_verifier",
+    "demo_model",
     "greedy",
     "table_model",
     "tiny_model",

@@ -6,8 +6,6 @@ from specdec.testing.models import tiny_model
 from specdec.testing.smollm2 import load_smollm2
 from specdec.testing.tokenizer import tiny_tokenizer
 
-__all__ = ["demo_model"]
-
 
 def demo_model(*, tiny: bool = False) -> tuple[Any, Any]:
     """A model and its tokenizer.
@@ -22,7 +20,7 @@ def demo_model(*, tiny: bool = False) -> tuple[Any, Any]:
         ModuleNotFoundError: if SmolLM2 is asked for and the demo extra is not installed.
 
     Example:
-        >>> from specdec.testing.demo import demo_model
+        >>> from specdec.testing import demo_model
         >>> model, tokenizer = demo_model(tiny=True)
         >>> len(tokenizer) == model.config.vocab_size
         True

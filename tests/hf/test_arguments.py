@@ -171,10 +171,20 @@ def test_a_misspelt_argument_raises_as_in_transformers():
 def test_inputs_of_the_model_that_a_verify_forward_would_not_get_are_refused_by_name():
     config = GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=97, add_cross_attention=True, pad_token_id=0)
     target = GPT2LMHeadModel(config).eval()
-    with helpers.forwards(target) as calls, pytest.raises(UnsupportedError, match="^encoder_hidden_states="):
+    with helpers.forwards(target) as calls, pytest.raises(UnsupportedError, match=r"^encoder_hidden_states="):
         SpeculativeGenerator(target).generate(
             **helpers.batch(helpers.ONE), encoder_hidden_states=torch.randn(1, 3, 16), max_new_tokens=4
         )
+    assert calls == []
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+def test_states_without_a_cache_are_refused_by_name(name):
+    request = {**helpers.batch(helpers.ONE), "max_new_tokens": 4, "return_dict_in_generate": True, "use_cache": False}
+    whole = helpers.plain(helpers.model(), **request, output_hidden_states=True).hidden_states
+    assert whole[2][0].shape[1] == helpers.START["one"] + 2  # what the refusal is about
+    with helpers.forwards(helpers.model()) as calls, pytest.raises(UnsupportedError, match=f"use_cache=False.*{name}"):
+        helpers.speculate(helpers.model(), drafters.PromptLookupDrafter(), trees.Chain(4), **request, **{name: True})
     assert calls == []
 
 

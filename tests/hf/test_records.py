@@ -107,6 +107,13 @@ def test_what_is_not_asked_for_is_none(name):
     assert list(done.output.keys()) == list(expected.keys())
 
 
+def test_an_attention_function_without_weights_gives_none_as_in_transformers():
+    request = {**helpers.batch(helpers.ONE), "max_new_tokens": 5, **WEIGHTS}
+    expected = helpers.plain(helpers.model(), **request)
+    done = helpers.speculate(helpers.model(), helpers.oracle(expected.sequences), trees.Chain(4), **request)
+    assert done.output.attentions == expected.attentions == ((),) * 5
+
+
 def test_without_a_dict_the_output_is_a_tensor():
     request = {**helpers.batch(helpers.ONE), "max_new_tokens": 5, "output_scores": True}
     expected = helpers.plain(eager("llama"), **request)

@@ -4,7 +4,6 @@ Full forwards run without a cache, without padding and one text at a time, so no
 can hide in the reference.
 """
 
-import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,104 +14,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from specdec import trees
 from specdec.errors import UnsupportedError
 from specdec.hf import masks, support
-from specdec.hf.cache import RowCache, RowLayer
+from specdec.hf.cache import RowLayer
 from specdec.hf.target import ModelTarget, open_model
 from specdec.protocols import ModelRunner, Target
-from specdec.testing import FAMILIES, OracleDrafter, tiny_model
+from specdec.testing import FAMILIES
 from specdec.types import DraftTree
-from tests import helpers
-from tests.trees.random_trees import caught, lineage, random_tree
+from tests.hf.texts import ROWS, Texts, draft, float64_softmax, model, play
+from tests.trees.random_trees import caught
 
 SDPA = [family for family in FAMILIES if family != "gpt_oss"]  # sinks have no place in torch's sdpa
 CASES = [(family, "sdpa") for family in SDPA] + [(family, "eager") for family in FAMILIES]
-ROWS = [[5, 6, 7], [5, 9, 8, 7, 6, 5, 4, 3, 2], list(range(20, 37)), [11]]
-
-
-@functools.cache
-def model(family: str, implementation: str = "sdpa", **options: Any) -> PreTrainedModel:
-    made = tiny_model(family, **options)
-    made.set_attn_implementation(implementation)
-    return made
-
-
-@contextmanager
-def float64_softmax() -> Iterator[None]:
-    """Eager attention of transformers rounds its weights to float32; without that it is as exact as sdpa."""
-    softmax = torch.nn.functional.softmax
-
-    def exact(scores: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if scores.dtype == torch.float64:
-            kwargs.pop("dtype", None)
-        return softmax(scores, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "softmax", exact)
-        yield
-
-
-class Texts:
-    """A target and the committed text of each of its rows."""
-
-    def __init__(self, target_model: PreTrainedModel, rows: list[list[int]], **options: Any) -> None:
-        batch = helpers.batch(rows)
-        positions = (batch["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-        kwargs: dict[str, Any] = {"position_ids": positions}
-        if not bool(batch["attention_mask"].all()):
-            kwargs["attention_mask"] = batch["attention_mask"]
-        self.model, self.texts = target_model, [list(row) for row in rows]
-        self.target = ModelTarget(target_model, batch["input_ids"], model_kwargs=kwargs, **options)
-        self.first = self.target.prefill()
-        self._tree: DraftTree | None = None
-
-    @torch.no_grad()
-    def full(self, text: list[int]) -> Tensor:
-        """Logits after a text, by one forward over all of it."""
-        return self.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1]
-
-    def error(self, tree: DraftTree) -> float:
-        """Largest difference over all nodes that are in use."""
-        self._tree = tree
-        logits = self.target.verify(tree).logits
-        return max(
-            float((logits[row, node] - self.full(self.texts[row] + self.path(row, node))).abs().max())
-            for row in range(len(self.texts))
-            for node in range(int(tree.num_nodes[row]))
-        )
-
-    def path(self, row: int, node: int) -> list[int]:
-        assert self._tree is not None
-        return [int(self._tree.tokens[row, step]) for step in lineage(self._tree, row, node)]
-
-    def commit(self, leaves: list[int | None]) -> None:
-        """Keeps the path to one node of each row; None keeps nothing."""
-        assert self._tree is not None
-        paths = [[] if leaf is None else lineage(self._tree, row, leaf) for row, leaf in enumerate(leaves)]
-        width = max(1, *map(len, paths))
-        nodes = torch.tensor([path + [-1] * (width - len(path)) for path in paths])
-        for row, leaf in enumerate(leaves):
-            self.texts[row] += [] if leaf is None else self.path(row, leaf)
-        self.target.commit(nodes, torch.tensor([len(path) for path in paths]))
-
-
-def draft(seed: int, sizes: list[int], style: str = "any") -> DraftTree:
-    """A random tree over the vocabulary of the tiny models."""
-    tree = random_tree(seed, sizes, style)
-    return DraftTree(tree.tokens % 97, tree.parents, tree.num_nodes, tree.scores)
-
-
-def play(texts: Texts, seed: int, rounds: int, most: int = 7) -> float:
-    """Largest error over some rounds with ragged commits, some of them empty."""
-    rng, worst = random.Random(seed), 0.0
-    for index in range(rounds):
-        sizes = [rng.randint(1, most) for _ in texts.texts]
-        worst = max(worst, texts.error(draft(rng.randrange(2**32), sizes, rng.choice(["any", "deep", "chain"]))))
-        texts.commit([rng.choice([None, *range(size)]) if index else size - 1 for size in sizes])
-    return worst
 
 
 @pytest.mark.parametrize(("family", "implementation"), CASES)
@@ -252,90 +168,6 @@ def test_after_every_round_the_state_equals_a_fresh_pass(family, seed, rows):
                 for layer, end in zip((mine, theirs), ends, strict=True)
             ]
             assert torch.allclose(*kept, atol=1e-10, rtol=0)
-
-
-POISONED = ["llama", "gpt2", "mistral", "gemma3", "gemma4_shared", "gpt_oss"]
-
-
-@contextmanager
-def poisoned(value: float) -> Iterator[None]:
-    """Overwrites, after the prompt and after every round, all that must not be read."""
-    keep, end = RowCache.keep, RowCache.end_prefill
-
-    def spoil(cache: RowCache) -> None:
-        for layer in cache.row_layers:
-            for row, length in enumerate(cache.lengths.tolist()):
-                window = layer.sliding_window
-                for buffer in (layer.keys, layer.values):
-                    buffer[row, :, length - layer.base :] = value
-                    if window is not None:
-                        buffer[row, :, : max(0, length - window + 1 - layer.base)] = value
-
-    def keep_and_spoil(self: RowCache, *args: Any) -> None:
-        keep(self, *args)
-        spoil(self)
-
-    def end_and_spoil(self: RowCache, *args: Any) -> None:
-        end(self, *args)
-        spoil(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowCache, "keep", keep_and_spoil)
-        patch.setattr(RowCache, "end_prefill", end_and_spoil)
-        yield
-
-
-def spoiled_padding(request: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The request with other tokens in its padding."""
-    ids = torch.where(request["attention_mask"].bool(), request["input_ids"], 77)
-    return {**request, "input_ids": ids}
-
-
-def recorded(family: str, request: dict[str, Tensor]) -> tuple[Any, ...]:
-    """Ids, logits and drafted trees of a call with ragged acceptance."""
-    target_model = model(family, "eager" if family == "gpt_oss" else "sdpa")
-    reference = helpers.plain(target_model, **helpers.batch(ROWS), max_new_tokens=24)
-    run = helpers.speculate(
-        target_model,
-        OracleDrafter(reference, helpers.RAGGED),
-        trees.Fixed([(0,), (1,), (0, 0), (0, 1), (0, 0, 0), (1, 0)]),
-        **request,
-        max_new_tokens=24,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    new = run.output.sequences[:, request["input_ids"].shape[1] :].tolist()
-    return (
-        new,
-        [step.tolist() for step in run.output.logits],
-        [round.tree.tokens.tolist() for round in run.rounds],
-        run.kinds,
-    )
-
-
-@pytest.mark.parametrize("family", POISONED)
-@pytest.mark.parametrize("value", [1e4, -1e4])
-def test_poison_rejected_unwritten_and_forgotten_slots_are_never_read(family, value):
-    """Bit-identical output with garbage in every slot past a row's length, before its window, and in its padding."""
-    request = helpers.batch(ROWS)
-    clean = recorded(family, request)
-    assert clean[-1] == helpers.ALL_KINDS
-    with poisoned(value):
-        assert recorded(family, spoiled_padding(request)) == clean
-
-
-def test_poison_is_noticed_where_one_slot_too_many_is_seen(monkeypatch):
-    clean = recorded("llama", helpers.batch(ROWS))
-    build = masks.visible_slots
-
-    def generous(lengths: Tensor, *rest: Any) -> Tensor:
-        mask = build(lengths, *rest)
-        mask[..., -1] = True
-        return mask
-
-    monkeypatch.setattr(masks, "visible_slots", generous)
-    with poisoned(1e4):
-        assert recorded("llama", helpers.batch(ROWS)) != clean
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3", "gpt2"])

@@ -20,6 +20,7 @@ from specdec.types import Candidates, Frontier
 _CLOSE = 1e-4  # absolute, in probabilities and log-probabilities
 _WIDTH = 3  # nodes of a level that are asked about
 _MANY = 64  # proposals asked for where whole sets are compared
+_REPEATS = 4  # commits before that, so that the text has become another one
 
 Level = tuple[Frontier, Candidates]
 Proposals = dict[int, float]
@@ -150,7 +151,8 @@ class _Check:
 
         # What is learned along the way may move probabilities, so only the proposals are compared.
         self.start(self._context)
-        self.commit(tokens, counts)
+        for _ in range(_REPEATS):
+            self.commit(tokens, counts)
         continued = self._children(after[0][0], _MANY)
         self.start(self._extended(tokens, counts))
         fresh = self._children(after[0][0], _MANY)
@@ -158,8 +160,8 @@ class _Check:
             ours, theirs = _proposals(continued, row, 0), _proposals(fresh, row, 0)
             if ours.keys() != theirs.keys():
                 raise LawError(
-                    f"{self._name}: after commit({tokens[row, : counts[row]].tolist()}) row {row} proposes "
-                    f"{sorted(ours)}, but a request that starts with the same text proposes {sorted(theirs)}; "
+                    f"{self._name}: row {row} committed {_REPEATS} times {tokens[row, : counts[row]].tolist()} and "
+                    f"proposes {sorted(ours)}; a request that starts with the same text proposes {sorted(theirs)}. "
                     "commit() must extend the text by these tokens, and by nothing else."
                 )
 
@@ -217,12 +219,12 @@ class _Check:
         return torch.tensor(tokens, device=self.roots.device), torch.tensor(counts, device=self.roots.device)
 
     def _extended(self, tokens: Int[Tensor, "batch new"], counts: Int[Tensor, " batch"]) -> DraftContext:
-        """The context of a request that starts with the committed tokens."""
+        """The context of a request that starts with the tokens, committed as often as they are repeated."""
         real = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
         return dataclasses.replace(
             self._context,
-            tokens=torch.cat([self._context.tokens, tokens.masked_fill(~real, 0)], 1),
-            mask=torch.cat([self._context.mask, real], 1),
+            tokens=torch.cat([self._context.tokens, *[tokens.masked_fill(~real, 0)] * _REPEATS], 1),
+            mask=torch.cat([self._context.mask, *[real] * _REPEATS], 1),
         )
 
     def _children(self, frontier: Frontier, count: int) -> Candidates:

@@ -147,9 +147,9 @@ def _check_verdict(
     probs: Float[Tensor, "batch nodes vocab"],
 ) -> None:
     """The form of a verdict, that it depends on `generator` alone, and that nothing given is changed."""
-    given = [value for value in (*dataclasses.astuple(trees), probs) if isinstance(value, Tensor)]
+    values = [getattr(trees, field.name) for field in dataclasses.fields(trees)]
+    given = [value for value in (*values, probs) if isinstance(value, Tensor)]
     before = [value.clone() for value in given]
-
     verdict = verifier(trees, probs, generator=torch.Generator().manual_seed(0))
     if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, given, strict=True)):
         raise LawError(f"{name} changed the tree or the probabilities it was given; they are the caller's.")

@@ -72,7 +72,7 @@ def test_a_faithful_wrapper_passes():
 def changing(change: Any, inner: Any = Wraps.inner) -> Any:
     """A builder whose trees are changed, past the annotations, which are not checked in use."""
 
-    def forge(self: Any, tree: DraftTree, generator: Any) -> Any:
+    def forge(_self: Any, tree: DraftTree, generator: Any) -> Any:
         changed = change(tree, generator)
         if not isinstance(changed, dict):
             return changed
@@ -115,7 +115,7 @@ FORM = {
         changing(lambda tree, _: {"draft_probs": torch.full((*tree.tokens.shape, 11), 1 / 11)}),
         "leave them out",
     ),
-    "drawn without laws": (changing(lambda tree, _: {"draft_probs": None}, trees.Sampled((2,))), "needs draft_probs"),
+    "drawn without laws": (changing(lambda *_: {"draft_probs": None}, trees.Sampled((2,))), "needs draft_probs"),
 }
 
 
@@ -231,7 +231,7 @@ def test_a_missing_member_is_named():
         nodes = 3
         sampled = False
 
-    with pytest.raises((LawError, TypeCheckError), match="lacks chain, grow|builder"):
+    with pytest.raises((LawError, TypeCheckError), match=r"lacks chain, grow|builder"):
         check_builder(Half())
 
 

@@ -304,7 +304,7 @@ def test_a_missing_member_is_named():
         def start(self, context):
             pass
 
-    with pytest.raises((LawError, TypeCheckError), match="lacks children, commit, finish|drafter"):
+    with pytest.raises((LawError, TypeCheckError), match=r"lacks children, commit, finish|drafter"):
         check_drafter(Half(), context())
 
 
