@@ -269,12 +269,13 @@ LOUD = {
 """What cannot be served."""
 
 PROMPT = torch.tensor([[0, 1], [2, 3], [1, 4]])
+EXPECTED = [plain_greedy(table(0), row, 10, []) for row in PROMPT.tolist()]
 
 
-def greedy_rows(drafter: Any, builder: Any) -> list[list[int]]:
+def greedy_rows(drafter: Any, builder: Any, verifier: Any = None) -> list[list[int]]:
     probs = table(0)
     ledger = PlainLedger(PROMPT, max_new_tokens=10)
-    verifier = verify.TreeRejection() if builder.sampled else verify.TargetOnly()
+    verifier = verifier or verify.default_verifier(builder, do_sample=builder.sampled)
     parts = TableTarget(probs, PROMPT), drafter(probs, whole_law=False), builder, verifier, ledger, control.Always()
     for _ in rounds(*parts, generator=torch.Generator().manual_seed(0)):
         pass
@@ -284,18 +285,25 @@ def greedy_rows(drafter: Any, builder: Any) -> list[list[int]]:
 @pytest.mark.parametrize("builder", BUILDERS, ids=repr)
 @pytest.mark.parametrize("drafter", HARMLESS.values(), ids=HARMLESS)
 def test_bad_guesses_cost_no_token(drafter, builder):
-    assert greedy_rows(drafter, builder) == [plain_greedy(table(0), row, 10, []) for row in PROMPT.tolist()]
+    assert greedy_rows(drafter, builder) == EXPECTED
+
+
+WRONG_GUESSES = spoilt(tokens=lambda found: (found.tokens + 1) % VOCAB)
+
+
+def test_a_wrong_rule_would_cost_tokens():
+    assert greedy_rows(WRONG_GUESSES, trees.Chain(3), AcceptsAll()) != EXPECTED
+    assert greedy_rows(WRONG_GUESSES, trees.Chain(3)) == EXPECTED
 
 
 @pytest.mark.parametrize("builder", BUILDERS, ids=repr)
 @pytest.mark.parametrize("drafter", LOUD.values(), ids=LOUD)
 def test_what_cannot_be_served_is_no_silent_corruption(drafter, builder):
-    expected = [plain_greedy(table(0), row, 10, []) for row in PROMPT.tolist()]
     try:
         found = greedy_rows(drafter, builder)
     except (ShapeError, IndexError, RuntimeError, AttributeError, TypeError):
         return
-    assert found == expected
+    assert found == EXPECTED
 
 
 @pytest.mark.parametrize("drafter", [*HARMLESS.values(), *LOUD.values()], ids=[*HARMLESS, *LOUD])

@@ -24,7 +24,6 @@ from typing import Any
 import report
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from specdec import Candidates, Frontier, SpeculativeGenerator, control, drafters, trees
 from specdec.protocols import DraftContext
@@ -45,6 +44,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="prompts per set")
     parser.add_argument("--skip", type=int, default=0, help="prompts to leave out at the start of a set")
     parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--full", action="store_true", help="also verify the full tree in every round, uncontrolled")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", type=Path, help="write raw results here instead of the report")
     parser.add_argument("--merge", type=Path, nargs="+", help="saved raw results to make the report from")
@@ -61,7 +61,7 @@ def main() -> None:
                 raw["overhead"] = overhead(model)
             else:
                 prompts = spec_bench(arguments.prompts, part)[arguments.skip :][: arguments.count]
-                raw["sets"][part] = measure_set(model, tokenizer, prompts, arguments.new_tokens)
+                raw["sets"][part] = measure_set(model, tokenizer, prompts, arguments.new_tokens, arguments.full)
     if arguments.save:
         arguments.save.write_text(json.dumps(raw), encoding="utf-8")
     else:
@@ -76,9 +76,9 @@ def spec_bench(path: Path, name: str) -> list[list[str]]:
     return [row["turns"] for row in rows if row["category"] == name]
 
 
-def measure_set(model: PreTrainedModel, tokenizer: Any, prompts: list[list[str]], new_tokens: int) -> dict[str, Any]:
+def measure_set(model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens: int, full: bool) -> dict[str, Any]:
     """Seconds, tokens and rounds of every method over one set of prompts."""
-    methods, generators = contestants(model, new_tokens)
+    methods, generators = contestants(model, new_tokens, full)
     totals: dict[str, dict[str, Any]] = {name: defaultdict(float) for name in ("plain", *methods)}
     widths: dict[str, dict[str, int]] = {name: defaultdict(int) for name in generators}
     for inputs in conversations(model, tokenizer, prompts, new_tokens):
@@ -111,9 +111,7 @@ def _add(total: dict[str, Any], seconds: float, tokens: int, passes: int, differ
         total[name] += value
 
 
-def conversations(
-    model: PreTrainedModel, tokenizer: Any, prompts: list[list[str]], new_tokens: int
-) -> Iterator[dict[str, Tensor]]:
+def conversations(model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens: int) -> Iterator[dict[str, Tensor]]:
     """Inputs of every turn; the answers before it are plain greedy decoding's."""
     for turns in prompts:
         messages: list[dict[str, str]] = []
@@ -129,8 +127,8 @@ def conversations(
                 messages.append({"role": "assistant", "content": text})
 
 
-def contestants(model: PreTrainedModel, new_tokens: int) -> tuple[dict[str, Method], dict[str, SpeculativeGenerator]]:
-    """Every method by name: the peers, and ours with the goodput controller and with the full tree every round."""
+def contestants(model: Any, new_tokens: int, full: bool) -> tuple[dict[str, Method], dict[str, SpeculativeGenerator]]:
+    """Every method by name: the peers, ours with the goodput controller, and on request ours with the full tree."""
     made = {
         "lookup": lambda: drafters.PromptLookupDrafter(),
         "suffix": lambda: drafters.SuffixDrafter(),
@@ -139,7 +137,8 @@ def contestants(model: PreTrainedModel, new_tokens: int) -> tuple[dict[str, Meth
     generators = {}
     for name, make in made.items():
         generators[name] = SpeculativeGenerator(model, make(), trees.BestFirst(nodes=15), controller=control.Goodput())
-        generators[f"{name}_full"] = SpeculativeGenerator(model, make(), trees.BestFirst(nodes=15))
+        if full:
+            generators[f"{name}_full"] = SpeculativeGenerator(model, make(), trees.BestFirst(nodes=15))
     methods: dict[str, Method] = {
         "transformers": lambda inputs: model.generate(
             **inputs, max_new_tokens=new_tokens, do_sample=False, prompt_lookup_num_tokens=PEER_DRAFTS
@@ -154,10 +153,13 @@ def contestants(model: PreTrainedModel, new_tokens: int) -> tuple[dict[str, Meth
     return methods, generators
 
 
-def economize(model: PreTrainedModel, new_tokens: int) -> Method:
-    """Prompt lookup of economize with as many drafts as transformers' gets; its `generate` needs an older transformers."""
-    import economize
-    from economize.techniques.lookup import LookupConfig
+def economize(model: Any, new_tokens: int) -> Method:
+    """Prompt lookup of economize, with as many drafts as transformers' gets.
+
+    Its `generate` wants an older transformers; `decode` is its loop without that wrapper.
+    """
+    import economize  # type: ignore[import-not-found]  # optional
+    from economize.techniques.lookup import LookupConfig  # type: ignore[import-not-found]
 
     wrapped = economize.apply(model, LookupConfig())
     decoding = economize.DecodeConfig(cycle_length=PEER_DRAFTS + 1)
@@ -199,7 +201,7 @@ class NoTree(FullTree):
     log_probs = torch.full((3,), -torch.inf)
 
 
-def overhead(model: PreTrainedModel, rounds: int = 48) -> dict[str, float]:
+def overhead(model: Any, rounds: int = 48) -> dict[str, float]:
     """The library's own time: idle rounds against plain generate, and its share of a round at verify width 16."""
     prompt = torch.randint(100, 20_000, (1, 256), generator=torch.Generator().manual_seed(0))
     request = {"max_new_tokens": rounds, "do_sample": False, "eos_token_id": None}
@@ -220,7 +222,7 @@ def overhead(model: PreTrainedModel, rounds: int = 48) -> dict[str, float]:
     }
 
 
-def library_time(model: PreTrainedModel, context: int, rounds: int) -> dict[str, float]:
+def library_time(model: Any, context: int, rounds: int) -> dict[str, float]:
     """Median seconds of a round at width 16: the model's forward, and all else."""
     prompt = torch.randint(100, 20_000, (1, context), generator=torch.Generator().manual_seed(1))
     generator = SpeculativeGenerator(model, FullTree(), trees.BestFirst(nodes=15))

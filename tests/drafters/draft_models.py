@@ -1,4 +1,4 @@
-"""What the tests of the model drafter share: models that often agree, scripted budgets, a check against a fresh start."""
+"""Shared by the tests of the model drafter: models that often agree, scripted budgets, a fresh start to compare."""
 
 import copy
 import dataclasses

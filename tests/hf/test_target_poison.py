@@ -1,7 +1,5 @@
 """Garbage in every slot that must not be read leaves the output as it is, bit by bit (field log, classes b and e)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,40 +8,11 @@ from torch import Tensor
 
 from specdec import trees
 from specdec.hf import masks
-from specdec.hf.cache import RowCache
 from specdec.testing import OracleDrafter
 from tests import helpers
-from tests.hf.texts import ROWS, model
+from tests.hf.texts import ROWS, model, poisoned
 
 POISONED = ["llama", "gpt2", "mistral", "gemma3", "gemma4_shared", "gpt_oss"]
-
-
-@contextmanager
-def poisoned(value: float) -> Iterator[None]:
-    """Overwrites, after the prompt and after every round, all that must not be read."""
-    keep, end = RowCache.keep, RowCache.end_prefill
-
-    def spoil(cache: RowCache) -> None:
-        for layer in cache.row_layers:
-            for row, length in enumerate(cache.lengths.tolist()):
-                window = layer.sliding_window
-                for buffer in (layer.keys, layer.values):
-                    buffer[row, :, length - layer.base :] = value
-                    if window is not None:
-                        buffer[row, :, : max(0, length - window + 1 - layer.base)] = value
-
-    def keep_and_spoil(self: RowCache, *args: Any) -> None:
-        keep(self, *args)
-        spoil(self)
-
-    def end_and_spoil(self: RowCache, *args: Any) -> None:
-        end(self, *args)
-        spoil(self)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowCache, "keep", keep_and_spoil)
-        patch.setattr(RowCache, "end_prefill", end_and_spoil)
-        yield
 
 
 def spoiled_padding(request: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specdec.hf.cache import RowCache
 from specdec.hf.target import ModelTarget
 from specdec.testing import tiny_model
 from specdec.types import DraftTree
@@ -100,3 +101,31 @@ def play(texts: Texts, seed: int, rounds: int, most: int = 7) -> float:
         worst = max(worst, texts.error(draft(rng.randrange(2**32), sizes, rng.choice(["any", "deep", "chain"]))))
         texts.commit([rng.choice([None, *range(size)]) if index else size - 1 for size in sizes])
     return worst
+
+
+@contextmanager
+def poisoned(value: float) -> Iterator[None]:
+    """Overwrites, after the prompt and after every round, all that must not be read."""
+    keep, end = RowCache.keep, RowCache.end_prefill
+
+    def spoil(cache: RowCache) -> None:
+        for layer in cache.row_layers:
+            for row, length in enumerate(cache.lengths.tolist()):
+                window = layer.sliding_window
+                for buffer in (layer.keys, layer.values):
+                    buffer[row, :, length - layer.base :] = value
+                    if window is not None:
+                        buffer[row, :, : max(0, length - window + 1 - layer.base)] = value
+
+    def keep_and_spoil(self: RowCache, *args: Any) -> None:
+        keep(self, *args)
+        spoil(self)
+
+    def end_and_spoil(self: RowCache, *args: Any) -> None:
+        end(self, *args)
+        spoil(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowCache, "keep", keep_and_spoil)
+        patch.setattr(RowCache, "end_prefill", end_and_spoil)
+        yield

@@ -73,12 +73,10 @@ def test_lawful_drafters_pass(make, rows):
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
-@torch.no_grad()
 def test_draft_models_pass(family):
     check_drafter(drafters.ModelDrafter(tiny_model(family)), context(temperature=0.7))
 
 
-@torch.no_grad()
 def test_a_lookup_with_a_draft_model_passes():
     both = drafters.CombinedDrafter(drafters.PromptLookupDrafter(), drafters.ModelDrafter(tiny_model("llama")))
     check_drafter(both, context(2))
