@@ -12,10 +12,10 @@ from specdec import SpeculativeGenerator, drafters, trees
 from specdec.testing import demo_model
 
 PROMPTS = [
-    "Write the line 'the wheels on the bus go round and round' four times.",
+    "Write a short poem about a cat and a hat.",
+    "Write a Python function that adds two numbers, and one that subtracts two numbers.",
+    "Correct the spelling: 'The quik brown fox jumps ovr the lazy dog. The quik brown fox sleeps.'",
     "What is the capital of France?",
-    "Repeat the letters a b c d e f g, a b c d e f g, a b c d e f g.",
-    "Say hello.",
 ]
 
 

@@ -16,7 +16,7 @@ from specdec import Candidates, Frontier, SpeculativeGenerator, trees
 from specdec.protocols import DraftContext
 from specdec.testing import check_drafter, demo_model
 
-PROMPT = "Write this line five times: she sells sea shells by the sea shore."
+PROMPT = "Write a short poem about a cat and a hat."
 
 
 class BigramDrafter:

@@ -46,7 +46,8 @@ class SpeculativeGenerator:
     """Wraps a causal language model; `generate` returns what `model.generate` returns, in fewer target forwards.
 
     Args:
-        model: a decoder-only transformers model with attention layers.
+        model: a decoder-only transformers model with attention layers; verification runs through `torch.compile` if
+            the model was wrapped by it.
         drafter: where proposals come from; None is prompt lookup, which needs no second model.
         tree: which nodes to draft; None is a best-first tree of 15 nodes.
         verifier: how the target decides; None picks a lossless rule that fits the tree and `do_sample`.
@@ -74,7 +75,7 @@ class SpeculativeGenerator:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         drafter: Drafter | None = None,
         tree: TreeBuilder | None = None,
         verifier: Verifier | None = None,
@@ -87,7 +88,7 @@ class SpeculativeGenerator:
         support.check_model(model)
         if cache is not None:
             raise UnsupportedError(f"cache={cache!r}: key/value codecs are not available yet; pass None.")
-        self.model = model
+        self.model: Any = model
         self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
         self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
         self.verifier = verifier
@@ -216,7 +217,7 @@ class SpeculativeGenerator:
         kwargs = self._with_stop_strings(kwargs, tokenizer if tokenizer is not None else self.tokenizer)
 
         def bind(
-            model: PreTrainedModel,
+            _: PreTrainedModel,
             input_ids: Tensor,
             logits_processor: Any,
             stopping_criteria: Any,
@@ -227,7 +228,7 @@ class SpeculativeGenerator:
             arguments.check_outputs(generation_config)
             config, drafting = generation_config, nodes > 0
             target = ModelTarget(
-                model,
+                self.model,
                 input_ids,
                 model_kwargs=model_kwargs,
                 generation_config=config,

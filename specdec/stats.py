@@ -151,14 +151,14 @@ class GenerationStats:
             ShapeError: if the round has another number of rows than the earlier ones, or commits a number of tokens
                 that is neither its accepted tokens nor one more.
         """
-        parents, nodes, accepted, committed = _to_host(
+        parents, nodes, accepted, committed = to_host(
             round.tree.parents, round.tree.num_nodes, round.num_accepted, round.num_committed
         )
         if not self._rows:
             self._rows = [RowStats() for _ in nodes]
         if len(self._rows) != len(nodes):
             raise ShapeError(
-                f"statistics of {len(self._rows)} rows got a round of {len(nodes)} rows; use one GenerationStats per call."
+                f"statistics of {len(self._rows)} rows got a round of {len(nodes)} rows; use one GenerationStats a call."
             )
         for row, counts in enumerate(zip(parents, nodes, accepted, committed, strict=True)):
             if counts[3]:
@@ -285,7 +285,9 @@ class GenerationStats:
 
     def __str__(self) -> str:
         total, rounds = self.total, self.times.total
-        shares = [f"{stage} {self._seconds[stage] / rounds:.0%}" for stage in _STAGES if rounds and self._seconds[stage]]
+        shares = [
+            f"{stage} {self._seconds[stage] / rounds:.0%}" for stage in _STAGES if rounds and self._seconds[stage]
+        ]
         lines = [
             ("new tokens", f"{total.new_tokens} in {self.seconds:.2f} s ({self.tokens_per_second:.1f} per second)"),
             ("target passes", f"{self.target_passes} (plain decoding: {self.plain_passes}, saved {self.passes_saved})"),
@@ -326,15 +328,17 @@ def _sum(lists: Iterable[Sequence[int]]) -> list[int]:
     return total
 
 
-def _to_host(*tensors: Tensor) -> list[Any]:
-    """The tensors as lists; those on an accelerator travel together."""
+def to_host(*tensors: Tensor) -> list[Any]:
+    """Integer tensors with the same rows as nested lists; those on an accelerator travel together, in one transfer.
+
+    >>> to_host(torch.tensor([1, 2]), torch.tensor([[3], [4]]))
+    [[1, 2], [[3], [4]]]
+    """
     away = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if len(away) > 1:
-        rows = torch.cat([tensor.reshape(tensor.shape[0], -1) for tensor in away], 1).cpu()
-        parts = iter(rows.split([tensor[0].numel() for tensor in away], 1))
-        tensors = tuple(
-            tensor if tensor.device.type == "cpu" else next(parts).reshape(tensor.shape) for tensor in tensors
-        )
+        packed = torch.cat([tensor.flatten(1) if tensor.dim() > 1 else tensor[:, None] for tensor in away], 1).cpu()
+        parts = iter(packed.split([tensor[0].numel() for tensor in away], 1))
+        tensors = tuple(tensor if tensor.device.type == "cpu" else next(parts).view(tensor.shape) for tensor in tensors)
     return [tensor.tolist() for tensor in tensors]
 
 

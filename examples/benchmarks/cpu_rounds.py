@@ -61,7 +61,10 @@ def main() -> None:
                 raw["overhead"] = overhead(model)
             else:
                 prompts = spec_bench(arguments.prompts, part)[arguments.skip :][: arguments.count]
-                raw["sets"][part] = measure_set(model, tokenizer, prompts, arguments.new_tokens, arguments.full)
+                for measured in measure_set(model, tokenizer, prompts, arguments.new_tokens, arguments.full):
+                    raw["sets"][part] = measured
+                    if arguments.save:  # after every prompt: a run that is cut off still counts
+                        arguments.save.write_text(json.dumps(raw), encoding="utf-8")
     if arguments.save:
         arguments.save.write_text(json.dumps(raw), encoding="utf-8")
     else:
@@ -76,8 +79,8 @@ def spec_bench(path: Path, name: str) -> list[list[str]]:
     return [row["turns"] for row in rows if row["category"] == name]
 
 
-def measure_set(model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens: int, full: bool) -> dict[str, Any]:
-    """Seconds, tokens and rounds of every method over one set of prompts."""
+def measure_set(model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens: int, full: bool) -> Iterator[dict[str, Any]]:
+    """Seconds, tokens and rounds of every method, summed over the prompts so far; yields after every prompt."""
     methods, generators = contestants(model, new_tokens, full)
     totals: dict[str, dict[str, Any]] = {name: defaultdict(float) for name in ("plain", *methods)}
     widths: dict[str, dict[str, int]] = {name: defaultdict(int) for name in generators}
@@ -95,8 +98,7 @@ def measure_set(model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens
             if name in generators:
                 for width, count in generators[name].stats.widths.items():
                     widths[name][str(width)] += count
-        print({name: round(row["tokens"] / max(row["seconds"], 1e-9), 2) for name, row in totals.items()}, flush=True)
-    return {"totals": totals, "widths": widths}
+        yield {"totals": totals, "widths": widths}
 
 
 def _add(total: dict[str, Any], seconds: float, tokens: int, passes: int, different: int) -> None:

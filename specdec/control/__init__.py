@@ -1,8 +1,8 @@
-"""Controllers: how much to draft and verify in each round."""
+"""How much to draft: controllers that choose the tree budget of each round, and what to verify of a drafted tree."""
 
 from specdec.control.always import Always
-from specdec.control.calibration import Calibration
-from specdec.control.costs import CostMeter, VerifyCosts
+from specdec.control.costs import VerifyCosts
 from specdec.control.goodput import Goodput
+from specdec.control.report import GoodputSummary
 
-__all__ = ["Always", "Calibration", "CostMeter", "Goodput", "VerifyCosts"]
+__all__ = ["Always", "Goodput", "GoodputSummary", "VerifyCosts"]

@@ -1,49 +1,48 @@
 """Draft-length control by goodput: tokens per second with drafts against tokens per second without, as measured.
 
-Before a round it chooses a tree budget, after drafting how much of the tree is worth verifying; either may be
-nothing. It learns seconds by verify width and by budget (`costs`) and how far the drafter's probabilities can be
-trusted (`calibration`), and takes the budget that pays best (`plan`); cost-aware stopping follows CaDDTree, measured
-step times follow DSpark (arXiv 2607.05147). Trying things costs time, so there is a purse: a round may lose at most
-what drafting has won lately, plus a small credit that grows with the tokens committed. Whatever a drafter claims,
-the call cannot fall behind plain decoding by more than that.
+Before a round it chooses a tree budget, after drafting how much of the tree to verify; either may be nothing. It
+learns what rounds cost (`meter`) and how far the drafter's probabilities can be trusted (`calibration`, from
+`outcomes`), and takes what earns most (`plan`). Trying costs time, so there is a `purse`: whatever a drafter promises,
+a call cannot fall behind plain decoding by more than the purse holds. Stopping a tree where its next node no longer
+pays follows CaDDTree; admitting drafts by measured step times follows DSpark (arXiv 2607.05147).
 
 Sampled trees are never pruned: their budget is fixed before the draws, from earlier rounds only, as the q-aware
 rules require.
 """
 
 import math
-from collections.abc import Callable
+from collections import Counter
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specdec.control.calibration import Calibration, Outcome, Trail
-from specdec.control.costs import CostMeter, VerifyCosts
+from specdec.control.calibration import Calibration
+from specdec.control.costs import VerifyCosts
+from specdec.control.meter import RoundCosts
+from specdec.control.outcomes import DraftedRows, Trails, verified_outcomes
 from specdec.control.plan import Outlook, gains, ladder
 from specdec.control.purse import Purse
 from specdec.control.report import GoodputSummary
+from specdec.stats import to_host
 from specdec.trees import topology
 from specdec.types import DraftTree, Round
 
-_WIDTH_SLOPE = 0.07  # cost of one more node, in plain rounds, before it was measured
-_WIDTH_BOUND = 0.5  # cost of a pass grows with at most this power of the width, in a cautious view
-_STEEPEST_WIDTH = 0.7  # single samples above this are start-up
-_DRAFT_SLOPE = 0.25  # 0 for a drafter that drafts a block at once, 1 for one that takes a forward per token
 _SAMPLED_PRIOR = 0.6  # chance that a drawn token is accepted, before any was seen
-_FREE = 0.01  # drafting that takes less than this share of a plain round is free
-_STARTUP = 0.3  # plain rounds that the first draft counts for at most: it also starts the drafter
+_FREE = 0.01  # share of a plain round below which drafting needs no justification
 _GROWTH = 4  # a budget may be this much larger than any before
-_PATIENCE = 64  # most rounds between two probes
-_HOPEFUL = 4  # the same while drafting might still pay
+_PATIENCE = 64  # most rounds between two probes, and between two plain rounds
+_HOPEFUL = 4  # most rounds between two probes while drafting might still pay
+_PROBE_SHARE = 256  # a probe of one plain round's cost comes at most every so many rounds
+_CLEAR = 1.03  # speed-up that an untried width must promise
 
 
 class Goodput:
-    """Drafts as much as pays, by measured times; may draft nothing. State belongs to one request.
+    """Drafts as much as pays, by measured times; may draft nothing. All it learns belongs to one request.
 
     Args:
-        costs: measured verify costs of the target. With them widths are not explored; the call's own measurements
-            still correct them.
+        costs: measured verify costs of the target. With them, widths need not be explored; the request's own
+            measurements still correct them.
         max_loss: share of plain decoding's time that may be lost to trying, in the long run. A call may lose one
             plain round beyond it.
 
@@ -65,65 +64,61 @@ class Goodput:
 
     def start(self, nodes: int, sampled: bool) -> None:
         """Begins a request with this tree budget; forgets every earlier request."""
-        self._sizes = ladder(nodes)
         self._sampled = sampled
-        profile = self.costs
-        shape = profile.relative if profile else _line(_WIDTH_SLOPE)
-        self._verify = CostMeter(shape, steepest=_STEEPEST_WIDTH)
-        self._draft = CostMeter(_line(_DRAFT_SLOPE), steepest=1.0)
+        self._sizes = ladder(nodes)
+        self._costs = RoundCosts(self.costs)
         self._calibration = Calibration()
-        self._outlook = Outlook(self._sizes, prunable=not sampled, trees=1 if sampled else 32)
+        self._trails = Trails()
+        self._outlook = Outlook(self._sizes, prunable=not sampled, trees=8 if sampled else 16)
         self._hopes = Outlook(self._sizes, prunable=not sampled, trees=1)
         self._purse = Purse(self.max_loss)
-        self._trails: dict[int, Trail] = {}
-        self._drafted: list[Trail] | None = None  # this round's tree, one trail per row
-        self._marginals: tuple[list[float], list[float]] = ([], [])  # falling values, cautious values
-        self._foreseen = 0.0  # accepted tokens expected of this round
-        self._rate = 0.0  # tokens per second and row of the best policy known
-        self._active = 0  # rows that committed in the last round
-        self._rounds = self._drafted_rounds = 0
-        self._paid = True  # whether the last drafted round earned its time
-        self._since_draft = self._since_plain = 0
-        self._misses = self._trials = 0
+        self._budgets: Counter[int] = Counter()
+        self._widths: Counter[int] = Counter()
+        # The round in progress.
         self._asked = 0
-        self._budgets: dict[int, int] = {}
-        self._widths: dict[int, int] = {}
+        self._drafted: DraftedRows | None = None
+        self._views: tuple[list[float], list[float]] = ([], [])  # values of its nodes in falling order, and floors
+        self._foreseen = 0.0  # accepted tokens expected, mean over rows
+        # What was seen so far.
+        self._active = 0  # rows that committed in the last round
+        self._rate = 0.0  # tokens per second and row of the best policy known
+        self._paid = True  # whether the last drafted round was worth its time
+        self._rounds = self._since_draft = self._since_plain = 0
+        self._probes = self._trials = 0
 
-    # ------------------------------------------------------------------------------------------------ choices
+    # ------------------------------------------------------------------------------------------------- choices
 
     def budget(self) -> int:
         """Tree budget of the next round; 0 for none."""
+        self._foreseen = 0.0
         self._asked = self._choose_budget()
-        self._budgets[self._asked] = self._budgets.get(self._asked, 0) + 1
+        self._budgets[self._asked] += 1
         return self._asked
 
     def _choose_budget(self) -> int:
         nodes = self._sizes[-1]
-        if nodes == 0 or not self._verify.measured:
+        if nodes == 0 or not self._costs.budgets:
             return min(nodes, 1)
-        if not self._drafted_rounds:
-            return 1
-        free = self._draft_bound(nodes) <= _FREE * self._plain
-        if free and not self._sampled:
-            self._rate = self._outlook.best(self._rate, self._drafting, self._verify, largest=nodes).rate
+        if not self._sampled and self._costs.draft_bound(nodes) <= _FREE * self._costs.plain:
+            self._rate = self._outlook.best(self._rate, self._costs.draft, self._costs.verify, largest=nodes).rate
             return nodes
         size = self._plan()
         if self._reference_due():
             return 0
         if size:
-            self._misses = 0
+            self._probes = 0
             return size
         return self._probe()
 
     def _plan(self) -> int:
-        """The budget that pays best and can be afforded."""
-        largest = min(self._sizes[-1], _GROWTH * max(self._draft.measured))
+        """The budget that earns most and can be afforded."""
+        largest = _GROWTH * max(self._costs.budgets)
         while largest:
-            offer = self._outlook.best(self._rate, self._drafting, self._verify, largest=largest)
+            offer = self._outlook.best(self._rate, self._costs.draft, self._costs.verify, largest=largest)
             self._rate = offer.rate
             if offer.size == 0:
                 break
-            seconds = self._draft_bound(offer.size) + offer.seconds
+            seconds = self._costs.draft_bound(offer.size) + offer.seconds
             if self._purse.affords(seconds, foreseen=offer.floor - 1.0):
                 self._foreseen = offer.tokens - 1.0
                 return offer.size
@@ -131,23 +126,23 @@ class Goodput:
         return 0
 
     def _probe(self) -> int:
-        """A small budget once in a while, although drafting does not seem to pay: sooner if it still might."""
-        hopes = self._hopes.best(0.0, self._drafting, self._verify, largest=_GROWTH * max(self._draft.measured))
-        cheap = (size for size in self._sizes[1:] if self._draft_bound(size) <= 0.1 * self._plain)
-        size = max(cheap, default=1)
-        if list(self._draft.measured) == [1]:
+        """A small budget once in a while although drafting does not seem to pay; sooner if it still might."""
+        costs = self._costs
+        if list(costs.budgets) == [1]:
             size = min(2, self._sizes[-1])  # tells a drafter that drafts at once from one that drafts step by step
-        cost = self._drafting(size) + (self._width_bound(size + 1) if self._sampled else self._plain)
-        patience = _HOPEFUL if hopes.size else min(max(256 * (cost / self._plain - 1.0), 1.0), _PATIENCE)
-        if self._since_draft < min(2.0**self._misses, patience) or not self._purse.affords(cost, foreseen=0.0):
+        else:
+            size = max((s for s in self._sizes[1:] if costs.draft_bound(s) <= 0.1 * costs.plain), default=1)
+        seconds = costs.draft(size) + (costs.verify_bound(size + 1) if self._sampled else costs.plain)
+        hopes = self._hopes.best(0.0, costs.draft, costs.verify, largest=_GROWTH * max(costs.budgets))
+        patience = _HOPEFUL if hopes.size else min(_PROBE_SHARE * (seconds / costs.plain - 1.0), _PATIENCE)
+        if self._since_draft < min(2.0**self._probes, patience) or not self._purse.affords(seconds, foreseen=0.0):
             return 0
-        self._misses += 1
-        self._foreseen = 0.0
+        self._probes += 1
         return size
 
     def _reference_due(self) -> bool:
-        """Whether a plain round must be measured (again): the clearer the gain, the later."""
-        speedup, count = self._rate * self._plain, self._verify.count(1)
+        """Whether a plain round is to be measured: the clearer the gain, the later."""
+        speedup, count = self._rate * self._costs.plain, self._costs.count(1)
         if count < 2:
             return (not self._paid and speedup < 2) or self._rounds >= (2 + 6 * count) * speedup**3
         return speedup < 1.5 and self._since_plain >= _PATIENCE
@@ -157,180 +152,123 @@ class Goodput:
         if self._sampled:
             return tree
         values = self._study(tree)
-        if tree.width == 1:
+        most = tree.width - 1
+        count = self._choose_nodes(most) if most else 0
+        if count >= most:
             return tree
-        count = self._choose_nodes(tree.width - 1)
-        if count >= tree.width - 1:
-            return tree
-        order = values.argsort(dim=-1, descending=True, stable=True)[:, : count + 1]
-        keep = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, order, True)
+        best = values.argsort(dim=-1, descending=True, stable=True)[:, : count + 1]
+        keep = torch.zeros(values.shape, dtype=torch.bool).scatter_(1, best, True)
         return topology.prune(tree, keep.to(tree.tokens.device))
 
     def _choose_nodes(self, most: int) -> int:
         """How many nodes of the tree just studied to verify."""
         self._foreseen = 0.0
-        if not self._verify.measured:
+        if not self._costs.widths:
             return most
         if self._reference_due():
             return 0
-        sizes = [size for size in self._sizes if size < most] + [most]
-        curve, floor = (gains(marginals, sizes, extend=False) for marginals in self._marginals)
-        plain = self._plain
+        costs, plain = self._costs, self._costs.plain
         rate = max(self._rate, 1.0 / plain)
-        drafting = self._drafting(self._asked) if self._draft.measured else 0.0
-        costs = [drafting + self._width_bound(size + 1) for size in sizes]
-        best, surplus = 0, -rate * plain
-        for size, gain, least, cost in zip(sizes, curve, floor, costs, strict=True):
-            worth = gain - rate * self._verify(size + 1)
-            if worth > surplus and self._purse.affords(cost, foreseen=least):
-                best, surplus, self._foreseen = size, worth, gain
+        sizes = [size for size in self._sizes if size < most] + [most]
+        expected, floors = (gains(view, sizes, extend=False) for view in self._views)
+        drafting = costs.draft(self._asked) if costs.budgets else 0.0
+        affordable = [
+            (size, gain)
+            for size, gain, floor in zip(sizes, expected, floors, strict=True)
+            if size == 0 or self._purse.affords(drafting + costs.verify_bound(size + 1), foreseen=floor)
+        ]
+        best, self._foreseen = max(affordable, key=lambda offer: offer[1] - rate * costs.verify(offer[0] + 1))
         if best == 0 and self._rounds >= 2**self._trials:
-            for size, gain, least, cost in zip(sizes, curve, floor, costs, strict=True):
-                if size < min(3, most) or self._verify.count(size + 1) > 1:
-                    continue
-                hope = self._verify(self._settled(size + 1))
-                if 1 + gain >= 1.03 * rate * hope and self._purse.affords(cost, foreseen=least):
+            for size, gain in affordable:
+                hope = costs.verify_hope(size + 1)
+                if size >= min(3, most) and costs.count(size + 1) < 2 and 1.0 + gain >= _CLEAR * rate * hope:
                     self._trials += 1
-                    self._foreseen = gain
-                    return size
+                    best, self._foreseen = size, gain
+                    break
         return best
 
-    # -------------------------------------------------------------------------------------------------- costs
-
-    @property
-    def _plain(self) -> float:
-        """Seconds of a plain round."""
-        return self._verify(1)
-
-    def _drafting(self, size: int) -> float:
-        """Seconds that drafting this many nodes takes."""
-        seconds = self._draft(size)
-        if self._drafted_rounds == 1:
-            seconds = min(seconds, _STARTUP * self._plain * _line(_DRAFT_SLOPE)(size))
-        return seconds
-
-    def _draft_bound(self, size: int) -> float:
-        """Seconds that drafting this many nodes may take, in a cautious view."""
-        largest = max((s for s in self._draft.measured if s <= size), default=size)
-        return max(self._drafting(size), self._drafting(largest) * size / largest)
-
-    def _settled(self, width: int) -> int:
-        """The largest width up to this one that was measured more than once."""
-        return max((w for w in self._verify.measured if w <= width and self._verify.count(w) > 1), default=1)
-
-    def _width_bound(self, width: int) -> float:
-        """Seconds that a pass of this width may take, in a cautious view."""
-        largest = max((w for w in self._verify.measured if w <= width), default=0)
-        if self.costs is not None or not largest:
-            return self._verify(width)
-        return max(self._verify(width), self._verify(largest) * (width / largest) ** _WIDTH_BOUND)
-
-    # ----------------------------------------------------------------------------------------------- learning
-
-    def _study(self, tree: DraftTree) -> Float[Tensor, "batch nodes"]:
-        """Values of the nodes of a drafted tree; remembers the tree and its gain curve."""
-        host = DraftTree(tree.tokens.cpu(), tree.parents.cpu(), tree.num_nodes.cpu(), tree.scores.cpu())
-        assessment = self._calibration.assess(host)
-        tokens, parents, edges = host.tokens.tolist(), host.parents.tolist(), assessment.predicted.tolist()
-        self._drafted = [
-            Trail(tokens[row][:count], parents[row], edges[row]) for row, count in enumerate(host.num_nodes.tolist())
-        ]
-        order = assessment.values[:, 1:].argsort(dim=-1, descending=True)
-        rows = self._active or tree.tokens.shape[0]
-        means, floors, hopes = (
-            (view[:, 1:].gather(1, order).sum(0) / rows).tolist()
-            for view in (assessment.values, assessment.floors, assessment.hopes)
-        )
-        self._marginals = means, floors
-        self._foresee(*(gains(view, self._sizes, extend=tree.width > self._asked) for view in (means, floors, hopes)))
-        return assessment.values
-
-    def _foresee(self, gain: list[float], floor: list[float], hope: list[float]) -> None:
-        self._outlook.add(gain, floor)
-        self._hopes.add(hope, hope)
+    # ------------------------------------------------------------------------------------------------ learning
 
     def observe(self, round: Round) -> None:
         """Learns from a finished round."""
-        counts = round.num_committed.tolist()
+        counts, tokens = to_host(round.num_committed, round.committed)
         self._active = sum(count > 0 for count in counts)
         if round.index == 0 or not self._active:
             return
-        times, width, tokens = round.times, round.tree.width, sum(counts) / self._active
+        width, budget, mean = round.tree.width, round.budget, sum(counts) / self._active
         self._rounds += 1
-        self._widths[width] = self._widths.get(width, 0) + 1
-        self._verify.add(width, times.verify + times.accept + times.commit)
+        self._widths[width] += 1
         self._since_plain = 0 if width == 1 else self._since_plain + 1
-        self._since_draft += 1
-        self._purse.plain = self._plain
-        outcomes = self._sampled_outcomes(round) if self._sampled else self._outcomes(round, counts)
-        self._calibration.add(outcomes)
-        self._purse.earn(tokens)
-        if round.budget:
-            self._account(round, tokens)
-        if round.budget and self._sampled:
-            self._study_sampled(round.tree)
+        self._since_draft = 0 if budget else self._since_draft + 1
+        self._costs.add(width=width, budget=budget, times=round.times)
+        self._purse.plain = self._costs.plain
+        self._purse.earn(mean)
+        if self._sampled:
+            self._calibration.add(verified_outcomes(round, _SAMPLED_PRIOR) if budget else [])
+        else:
+            if budget and self._drafted is None:
+                self._study(round.tree)
+            committed = [row[:count] for row, count in zip(tokens, counts, strict=True)]
+            self._calibration.add(self._trails.follow(committed, self._drafted))
+        if budget:
+            seconds = self._costs.draft(budget) + self._costs.verify(width)
+            self._purse.book(seconds, tokens=mean, foreseen=self._foreseen)
+            self._paid = mean * self._costs.plain >= seconds
+            if self._sampled:
+                self._study_sampled(round.tree)
         self._drafted = None
 
-    def _account(self, round: Round, tokens: float) -> None:
-        """Books a round that drafted. The very first draft also starts the drafter, so little of it counts."""
-        self._drafted_rounds += 1
-        if self._drafted_rounds == 2 and max(self._draft.measured.values()) > _STARTUP * self._plain:
-            self._draft = CostMeter(_line(_DRAFT_SLOPE), steepest=1.0)
-        self._draft.add(round.budget, round.times.draft + round.times.grow)
-        seconds = self._drafting(round.budget) + self._verify(round.tree.width)
-        self._purse.book(seconds, tokens=tokens, foreseen=self._foreseen)
-        self._paid = tokens * self._plain >= seconds
-        self._since_draft = 0
-
-    def _outcomes(self, round: Round, counts: list[int]) -> list[Outcome]:
-        """Follows the trails of all rows by the committed tokens."""
-        if round.budget and self._drafted is None:
-            self._study(round.tree)
-        committed = round.committed.tolist()
-        outcomes: list[Outcome] = []
-        for row, count in enumerate(counts):
-            trail = self._trails.get(row)
-            if self._drafted is not None and (trail is None or not trail.alive):
-                trail = self._trails[row] = self._drafted[row]
-            if trail is not None and count:
-                outcomes += trail.follow(committed[row][:count])
-        return outcomes
-
-    def _sampled_outcomes(self, round: Round) -> list[Outcome]:
-        """One outcome per depth that verification decided; what a stop cut off was not decided."""
-        outcomes = []
-        rows = (round.tree.parents, round.tree.num_nodes, round.path, round.num_accepted, round.num_committed)
-        for parents, nodes, path, accepted, committed in zip(*(x.tolist() for x in rows), strict=True):
-            inner = set(parents[1:nodes])
-            decided = accepted + (committed > accepted)
-            for depth, node in enumerate([0, *path[:accepted]][:decided], start=1):
-                if node in inner:
-                    outcomes.append((depth, _SAMPLED_PRIOR, depth <= accepted))
-        return outcomes
+    def _study(self, tree: DraftTree) -> Float[Tensor, "batch nodes"]:
+        """Values of the nodes of a drafted tree; remembers the tree and what it promises."""
+        host = DraftTree(tree.tokens.cpu(), tree.parents.cpu(), tree.num_nodes.cpu(), tree.scores.cpu())
+        values, floors, hopes, predicted = self._calibration.assess(host)
+        self._drafted = DraftedRows(
+            host.tokens.tolist(), host.parents.tolist(), predicted.tolist(), host.num_nodes.tolist()
+        )
+        order = values[:, 1:].argsort(dim=-1, descending=True)
+        ranked = torch.stack([values, floors, hopes])[:, :, 1:].gather(-1, order.expand(3, -1, -1))
+        expected, least, most = (ranked.sum(1) / (self._active or tree.tokens.shape[0])).tolist()
+        self._views = expected, least
+        full = tree.width > self._asked
+        self._outlook.add(gains(expected, self._sizes, extend=full), gains(least, self._sizes, extend=full))
+        hope = gains(most, self._sizes, extend=full)
+        self._hopes.add(hope, hope)
+        return values
 
     def _study_sampled(self, tree: DraftTree) -> None:
-        """Gain by budget for sampled trees: acceptance by depth, with depth in proportion to the budget."""
+        """What sampled trees promise, from acceptance by depth; the depth goes in proportion to the budget."""
         nodes = tree.width - 1
-        reach = int(topology.depths(tree.parents).max()) / nodes if nodes else 1.0
-        depths = torch.arange(1, self._sizes[-1] + 1)
-        said = torch.full(depths.shape, _SAMPLED_PRIOR)
-        curves = []
-        for prior in (said, torch.zeros_like(said), torch.ones_like(said)):
-            expected = [0.0, *self._calibration.edges(said, depths, prior).cumprod(0).cumsum(0).tolist()]
-            curves.append([expected[math.ceil(size * reach)] for size in self._sizes])
-        self._foresee(*curves)
+        reach = int(topology.depths(tree.parents).max()) / nodes if nodes else 0.0
+        depths = [math.ceil(size * reach) for size in self._sizes]
+        expected, least, most = (self._depth_gains(prior, depths) for prior in (_SAMPLED_PRIOR, 0.0, 1.0))
+        self._outlook.add(expected, least)
+        self._hopes.add(most, most)
 
-    # ------------------------------------------------------------------------------------------------- report
+    def _depth_gains(self, prior: float, depths: list[int]) -> list[float]:
+        """Expected accepted tokens by depth of the tree."""
+        totals, chance = [0.0], 1.0
+        for depth in range(1, depths[-1] + 1):
+            chance *= self._calibration.edge(depth, _SAMPLED_PRIOR, prior=prior)
+            totals.append(totals[-1] + chance)
+        return [totals[depth] for depth in depths]
+
+    # -------------------------------------------------------------------------------------------------- report
 
     def measured_costs(self) -> VerifyCosts:
-        """Verify costs as measured in this request, to be given to later ones."""
-        return VerifyCosts.from_measurements(self._verify.measured)
+        """Verify costs as measured in this request, for the `costs` of later ones.
+
+        Raises:
+            ValueError: if no plain round was measured.
+        """
+        return VerifyCosts.from_measurements(self._costs.widths)
 
     def summary(self) -> GoodputSummary:
-        """What was chosen in this request, and why."""
-        raise NotImplementedError
-
-
-def _line(slope: float) -> Callable[[int], float]:
-    """The shape of a cost that is 1 at size 1 and grows by `slope` with each further node."""
-    return lambda size: 1.0 + slope * (size - 1)
+        """What was chosen in this request, and what was known; `print` it, or take `to_dict()`."""
+        return GoodputSummary(
+            budgets=dict(sorted(self._budgets.items())),
+            widths=dict(sorted(self._widths.items())),
+            verify_seconds=self._costs.widths,
+            draft_seconds=self._costs.budgets,
+            acceptance={said: (outcomes, share) for said, outcomes, share in self._calibration.table()},
+            speedup=self._rate * self._costs.plain if self._rounds else 1.0,
+        )

@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-_FADE = 0.92  # weight of a tree relative to the next one
+_FADE = 0.9  # weight of a tree relative to the next one
+_CLOSE = 0.02  # relative change of the rate at which it counts as found
 
 
 def ladder(nodes: int) -> list[int]:
@@ -77,7 +78,7 @@ class Outlook:
         trees: how many trees to remember.
     """
 
-    def __init__(self, sizes: Sequence[int], *, prunable: bool, trees: int = 32) -> None:
+    def __init__(self, sizes: Sequence[int], *, prunable: bool, trees: int) -> None:
         self.sizes = sizes
         self._prunable = prunable
         self._curves: deque[tuple[Sequence[float], Sequence[float]]] = deque(maxlen=trees)
@@ -101,13 +102,13 @@ class Outlook:
         plain = 1.0 / passes[0]
         rate = max(rate, plain)
         drafts = [0.0, *(draft(size) for size in self.sizes[1:] if size <= largest)]
-        choice = 0
-        for _ in range(2):
+        while True:
             tokens, floors, seconds = self._earnings(rate, passes[: len(drafts)])
             surplus = [t - rate * (s + d) for t, s, d in zip(tokens, seconds, drafts, strict=True)]
             choice = max(range(len(drafts)), key=surplus.__getitem__)
-            rate = max(plain, tokens[choice] / (seconds[choice] + drafts[choice]))
-        return Offer(self.sizes[choice], tokens[choice], floors[choice], seconds[choice], rate)
+            guess, rate = rate, max(plain, tokens[choice] / (seconds[choice] + drafts[choice]))
+            if abs(rate - guess) <= _CLOSE * guess:
+                return Offer(self.sizes[choice], tokens[choice], floors[choice], seconds[choice], rate)
 
     def _earnings(self, rate: float, passes: Sequence[float]) -> tuple[list[float], list[float], list[float]]:
         """Mean tokens, cautious tokens and verify seconds by budget, when each round verifies what is best."""

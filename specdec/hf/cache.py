@@ -22,8 +22,6 @@ from specdec.hf import compat
 GROWTH = 256
 """Slots added at least when a buffer grows; growth copies, so it must be rare."""
 
-_LOADABLE = (compat.DynamicLayer, compat.DynamicSlidingWindowLayer)
-
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "dummy"}
 
 
@@ -183,18 +181,14 @@ class RowCache(compat.Cache):
         """Copies the committed slots of a cache of transformers; the source stays as it is.
 
         Raises:
-            UnsupportedError: for cache layers other than the dynamic full and sliding ones.
+            UnsupportedError: see `check_loadable`.
         """
-        for mine, theirs in zip(self.layers, getattr(cache, "layers", [cache]), strict=False):
-            if not isinstance(mine, RowLayer) or not getattr(theirs, "is_initialized", True):
-                continue
-            # Quantized and hybrid layers inherit from the plain ones but keep other state beside the keys.
-            if not isinstance(theirs, compat.DynamicLayer) or type(theirs) not in _LOADABLE:
-                raise UnsupportedError(
-                    f"cannot continue from a cache with a {type(theirs).__name__}; pass a DynamicCache "
-                    "(full and sliding attention layers), or no cache."
-                )
-            mine.load(cast(Tensor, theirs.keys), cast(Tensor, theirs.values), theirs.get_seq_length())
+        check_loadable(cache)
+        for mine, theirs in zip(self.layers, cache.layers, strict=False):
+            if isinstance(mine, RowLayer) and isinstance(theirs, compat.DynamicLayer) and theirs.is_initialized:
+                # Offloaded layers wait on the CPU.
+                keys, values = (cast(Tensor, state).to(theirs.device) for state in (theirs.keys, theirs.values))
+                mine.load(keys, values, theirs.get_seq_length())
 
     def end_prefill(self, batch: int, device: torch.device) -> None:
         """Marks the prompt as committed; from here on every forward needs a plan."""
@@ -249,6 +243,20 @@ class RowCache(compat.Cache):
                 if isinstance(theirs, compat.DynamicSlidingWindowLayer):
                     theirs.cumulative_length = length
         return cache
+
+
+def check_loadable(cache: Any) -> None:
+    """Raises `UnsupportedError`, naming the type, unless the cache has dynamic full and sliding layers only.
+
+    Quantized and hybrid layers inherit from these but keep other state beside the keys, so the exact type counts.
+    """
+    plain = (compat.DynamicLayer, compat.DynamicSlidingWindowLayer, compat.DummyLayer)
+    other = next((item for item in getattr(cache, "layers", [cache]) if type(item) not in plain), None)
+    if other is not None:
+        raise UnsupportedError(
+            f"cannot continue from a cache with a {type(other).__name__}; pass a DynamicCache "
+            "(full and sliding attention layers), or no cache."
+        )
 
 
 def _first_out_of_place(row: list[int]) -> int:

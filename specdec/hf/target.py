@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
-from specdec.hf.cache import RowCache
+from specdec.hf.cache import RowCache, check_loadable
 from specdec.trees import topology
 from specdec.types import DraftTree, TargetOutput
 
@@ -24,7 +24,7 @@ class ModelTarget:
     """A model bound to one batch of prompts. Satisfies `specdec.protocols.Target` and `ModelRunner`.
 
     Args:
-        model: a decoder-only causal model with attention layers.
+        model: a decoder-only causal model of transformers with attention layers; may be wrapped by `torch.compile`.
         input_ids: prompt token ids, left-padded; may have no columns when `model_kwargs` holds `inputs_embeds`.
         model_kwargs: what `generate` would hand to the forward (attention_mask, position_ids, cache, ...).
         generation_config: the resolved configuration of the call (chunked prefill, lengths of continued caches).
@@ -47,7 +47,7 @@ class ModelTarget:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: torch.nn.Module,
         input_ids: Int[Tensor, "batch prompt"],
         *,
         model_kwargs: dict[str, Any] | None = None,
@@ -56,20 +56,23 @@ class ModelTarget:
     ) -> None:
         """Checks the model and prepares an empty cache; runs nothing."""
         support.check_model(model)
-        self.model = model
-        self.cache = RowCache(model.config)
+        self.model: Any = model
+        given = (model_kwargs or {}).get(compat.CACHE_NAME)
+        if given is not None:
+            check_loadable(given)
+        self.cache = RowCache(self.model.config)
         self._input_ids = input_ids
         self._kwargs = dict(model_kwargs or {})
         self._generation_config = generation_config if generation_config is not None else GenerationConfig()
         self._features = tuple(feature_layers)
         self._batch = input_ids.shape[0]
-        self._device = input_ids.device
-        self._limit = support.position_limit(model.config)
-        self._dict_mask = compat.has_layer_types(model.config)
+        self._device, self._model_device = input_ids.device, _device_of(self.model, input_ids.device)
+        self._limit = support.position_limit(self.model.config)
+        self._dict_mask = compat.has_layer_types(self.model.config)
         self._kinds = self._layer_kinds()
         decoder = self._decoder
         kinds = getattr(decoder, "layer_types", None) or compat.get_layer_types_and_kwargs(decoder)[0]
-        self._windows = [self._kinds[kind] for kind in kinds]
+        self._windows = [self._kinds[kind] for kind in kinds if kind in self._kinds]
         self._pending_depths = torch.zeros(self._batch, 0, dtype=torch.int64, device=self._device)
         self._wants_hidden = bool(self._kwargs.get("output_hidden_states"))
         self._wants_attentions = bool(self._kwargs.get("output_attentions"))
@@ -110,7 +113,7 @@ class ModelTarget:
         kwargs["use_cache"] = True
         kwargs["logits_to_keep"] = 1
         kwargs.update(self._output_kwargs())
-        output = compat.prefill(self.model, self._input_ids, self._generation_config, kwargs)
+        output = compat.prefill(support.plain(self.model), self._input_ids, self._generation_config, kwargs)
         self.cache.end_prefill(self._batch, self._device)
         return self._pack(output, output.logits[:, -1:])
 
@@ -148,17 +151,24 @@ class ModelTarget:
         self._pending_depths = torch.cat([self._pending_depths, depths], 1)
         plan = self.cache.begin(tokens.shape[1])
         mask = self._mask(lengths, depths, visible, plan.shortest, plan.end)
-        kwargs = {compat.CACHE_NAME: self.cache, "attention_mask": mask, **self._output_kwargs()}
+        kwargs = {compat.CACHE_NAME: self.cache, **self._output_kwargs()}
         if self._token_type is not None:
-            kwargs["token_type_ids"] = self._token_type[:, -1:].expand(-1, tokens.shape[1])
+            kwargs["token_type_ids"] = self._to_model(self._token_type[:, -1:].expand(-1, tokens.shape[1]))
         output = self.model(
-            input_ids=tokens,
-            position_ids=self._next_position[:, None] + depths,
+            input_ids=self._to_model(tokens),
+            position_ids=self._to_model(self._next_position[:, None] + depths),
+            attention_mask=self._to_model(mask),
             use_cache=True,
             return_dict=True,
             **kwargs,
         )
         return self._pack(output, output.logits)
+
+    def _to_model(self, given: Any) -> Any:
+        """The same tensor, or tensors, where the model wants its inputs; plain `generate` moves the prompt there."""
+        if isinstance(given, dict):
+            return {key: self._to_model(value) for key, value in given.items()}
+        return given if given is None else given.to(self._model_device)
 
     def keep(self, rows: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
         """Commits pending rows; see `specdec.protocols.ModelRunner`."""
@@ -268,17 +278,25 @@ class ModelTarget:
 
 
 def open_model(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]
+    model: torch.nn.Module, tokens: Int[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]
 ) -> ModelTarget:
     """Binds a model to the tokens marked in `mask` and runs them, repacked with padding on the left."""
     counts = mask.sum(-1)
     width = max(1, int(counts.max()))
     order = mask.to(torch.int64).sort(dim=-1, stable=True).indices[:, -width:]
     packed, real = tokens.gather(1, order), mask.gather(1, order)
-    device = next(model.parameters()).device
+    device = _device_of(model, tokens.device)
     kwargs: dict[str, Any] = {"position_ids": (real.cumsum(-1) - 1).clamp_min(0).to(device)}
     if not bool(real.all()):
         kwargs["attention_mask"] = real.to(device=device, dtype=torch.int64)
     target = ModelTarget(model, packed.to(device), model_kwargs=kwargs)
     target.prefill()
     return target
+
+
+def _device_of(model: torch.nn.Module, fallback: torch.device) -> torch.device:
+    """Where a model wants its inputs.
+
+    Weights that accelerate has offloaded are nowhere (`meta`); its hooks move inputs to where they are run.
+    """
+    return next((weight.device for weight in model.parameters() if weight.device.type != "meta"), fallback)

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from specdec.errors import UnsupportedError
 from specdec.hf import cache as cache_module
 from specdec.hf.cache import RowCache, RowLayer
+from tests import helpers
 from tests.hf.dense import POISON, WINDOW, Dense, config, poison
 from tests.trees.random_trees import caught
 
@@ -240,7 +241,7 @@ def test_c10_e19_every_layer_class_of_transformers_is_loaded_exactly_or_refused_
     """A type decided by a side property: quantized layers inherit from plain ones and would pass for them."""
     layer = cls.__new__(cls)
     vars(layer).update(is_initialized=True, keys=torch.ones(1, 1, 3, 1), values=torch.ones(1, 1, 3, 1))
-    vars(layer).update(cumulative_length=3, record_past=False, sliding_window=WINDOW)
+    vars(layer).update(device=torch.device("cpu"), cumulative_length=3, record_past=False, sliding_window=WINDOW)
     given_cache = theirs.Cache(layers=[layer, layer])
     cache = RowCache(config())
     if cls in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -255,3 +256,15 @@ def test_c10_an_encoder_decoder_cache_is_refused_by_name():
     pair = theirs.EncoderDecoderCache(DynamicCache(), DynamicCache())
     with pytest.raises(UnsupportedError, match="EncoderDecoderCache"):
         RowCache(config()).load(pair)
+
+
+@pytest.mark.parametrize("name", ["static", "offloaded_static", "quantized", "offloaded"])
+def test_e7_e19_other_caches_are_refused_by_name_before_the_model_runs(name):
+    """A preallocated, quantized or offloaded cache of transformers has no place for drafted rows: say so."""
+    model = helpers.model()
+    request = {**helpers.batch(helpers.ONE), "max_new_tokens": 4, "do_sample": False}
+    with helpers.forwards(model) as calls:
+        for option in ({"cache_implementation": name}, {"cache": theirs.StaticCache(model.config, max_cache_len=64)}):
+            with pytest.raises(UnsupportedError, match=f"cache_implementation='{name}'|StaticLayer"):
+                helpers.SpeculativeGenerator(model).generate(**request, **option)
+    assert not calls

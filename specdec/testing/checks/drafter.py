@@ -26,6 +26,7 @@ Level = tuple[Frontier, Candidates]
 Proposals = dict[int, float]
 
 
+@torch.no_grad()
 def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, depth: int = 3) -> None:
     """Raises `LawError` with the law and the place if `drafter` breaks one on this text.
 
