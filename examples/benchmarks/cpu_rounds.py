@@ -54,7 +54,11 @@ def main() -> None:
         raw = merged([json.loads(path.read_text(encoding="utf-8")) for path in arguments.merge])
     else:
         torch.set_num_threads(arguments.threads)
-        raw = {"device": f"{report.cpu_name()}, {arguments.threads} threads", "sets": {}}
+        raw = {
+            "device": f"{report.cpu_name()}, {arguments.threads} threads",
+            "versions": report.installed(),
+            "sets": {},
+        }
         model, tokenizer = load_smollm2()
         for part in arguments.part or ("overhead", *SETS):
             if part == "overhead":
@@ -68,7 +72,9 @@ def main() -> None:
     if arguments.save:
         arguments.save.write_text(json.dumps(raw), encoding="utf-8")
     else:
-        report.write("cpu-rounds", figures(raw), device=raw["device"], revision=arguments.revision)
+        report.write(
+            "cpu-rounds", figures(raw), device=raw["device"], versions=raw["versions"], revision=arguments.revision
+        )
 
 
 def spec_bench(path: Path, name: str) -> list[list[str]]:
@@ -79,7 +85,9 @@ def spec_bench(path: Path, name: str) -> list[list[str]]:
     return [row["turns"] for row in rows if row["category"] == name]
 
 
-def measure_set(model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens: int, full: bool) -> Iterator[dict[str, Any]]:
+def measure_set(
+    model: Any, tokenizer: Any, prompts: list[list[str]], new_tokens: int, full: bool
+) -> Iterator[dict[str, Any]]:
     """Seconds, tokens and rounds of every method, summed over the prompts so far; yields after every prompt."""
     methods, generators = contestants(model, new_tokens, full)
     totals: dict[str, dict[str, Any]] = {name: defaultdict(float) for name in ("plain", *methods)}
@@ -267,7 +275,7 @@ def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
 
 def merged(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Sums saved parts; parts of one set add up."""
-    result: dict[str, Any] = {"device": parts[0]["device"], "sets": {}}
+    result: dict[str, Any] = {"device": parts[0]["device"], "versions": parts[0]["versions"], "sets": {}}
     for part in parts:
         if "overhead" in part:
             result["overhead"] = part["overhead"]

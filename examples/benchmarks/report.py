@@ -17,14 +17,20 @@ def figure(value: float, unit: str, against: str) -> dict[str, Any]:
     return {"value": value, "unit": unit, "against": against}
 
 
-def write(topic: str, figures: dict[str, dict[str, Any]], *, device: str, revision: str | None = None) -> Path:
+def write(
+    topic: str,
+    figures: dict[str, dict[str, Any]],
+    *,
+    device: str,
+    versions: dict[str, str] | None = None,
+    revision: str | None = None,
+) -> Path:
     """Writes the file that the documentation's tables are generated from, and prints the table."""
     result = {
         "topic": topic,
         "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
         "revision": revision or _revision(),
-        "versions": {name: metadata.version(name) for name in ("torch", "transformers")}
-        | {"python": platform.python_version()},
+        "versions": versions or installed(),
         "device": device,
         "figures": figures,
     }
@@ -34,6 +40,11 @@ def write(topic: str, figures: dict[str, dict[str, Any]], *, device: str, revisi
     for name, entry in figures.items():
         print(f"{name:50} {entry['value']:10.4g} {entry['unit']:16} {entry['against']}")
     return path
+
+
+def installed() -> dict[str, str]:
+    """Versions of what the figures depend on."""
+    return {name: metadata.version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
 
 
 def cpu_name() -> str:
