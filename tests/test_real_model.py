@@ -54,5 +54,7 @@ def test_greedy_tokens_equal_plain_generate_up_to_near_ties(prompts: list[str]) 
         gap = float(logits.max() - logits[ids[0, int(different[0])]])
         assert gap < NEAR_TIE, f"prompt {index}: token {place} differs although its logit is {gap} below the best"
         near_ties += 1
-    print(f"{near_ties} of {len(prompts)} prompts part from plain decoding at a near-tie; {accepted} drafts accepted")
+    print(  # noqa: T201 - the report is half of what this test is for
+        f"{near_ties} of {len(prompts)} prompts part from plain decoding at a near-tie; {accepted} drafts accepted"
+    )
     assert accepted > PROMPTS

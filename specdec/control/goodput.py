@@ -102,6 +102,8 @@ class Goodput:
         if not self._sampled and self._costs.draft_bound(nodes) <= _FREE * self._costs.plain:
             self._rate = self._outlook.best(self._rate, self._costs.draft, self._costs.verify, largest=nodes).rate
             return nodes
+        if self._since_draft > _HOPEFUL and self._since_draft % _HOPEFUL:
+            return 0  # plain rounds teach little about drafts: no need to think again after each
         size = self._plan()
         if self._reference_due():
             return 0
