@@ -88,6 +88,13 @@ class SpeculativeGenerator:
         support.check_model(model)
         if cache is not None:
             raise UnsupportedError(f"cache={cache!r}: key/value codecs are not available yet; pass None.")
+        for name, part, protocol in (
+            ("drafter", drafter, Drafter),
+            ("tree", tree, TreeBuilder),
+            ("verifier", verifier, Verifier),
+            ("controller", controller, Controller),
+        ):
+            _check_part(name, part, protocol)
         self.model: Any = model
         self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
         self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
@@ -164,7 +171,8 @@ class SpeculativeGenerator:
     def rounds(self, inputs: Tensor | None = None, **kwargs: Any) -> Iterator[Round]:
         """The same loop, opened: yields every `Round` as it is committed. Takes the arguments of `generate`.
 
-        Arguments are checked at once; the model first runs when the iterator is first advanced.
+        Arguments are checked at once; the model first runs when the iterator is first advanced. A drafter and a
+        controller serve one request at a time: finish or close an iterator before the next call.
         """
         return self._run(self._prepare(inputs, **kwargs))
 
@@ -185,7 +193,9 @@ class SpeculativeGenerator:
             4
         """
         if "generate" in vars(self.model):
-            raise UnsupportedError("model.generate is already replaced on this object; detach the other one first.")
+            raise UnsupportedError(
+                "model.generate is already replaced on this object, by this generator or another; call detach() first."
+            )
         vars(self.model)["generate"] = self.generate
         undo = contextlib.ExitStack()
         undo.callback(self.detach)
@@ -210,9 +220,10 @@ class SpeculativeGenerator:
         arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config)
         kwargs.pop("custom_generate", None)
         nodes = self.tree.nodes if num_draft_tokens is None else num_draft_tokens
-        if not 0 <= nodes <= self.tree.nodes:
+        if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= self.tree.nodes:
             raise UnsupportedError(
-                f"num_draft_tokens={num_draft_tokens} is outside 0..{self.tree.nodes}, the budget of {self.tree!r}."
+                f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{self.tree.nodes}, the budget of "
+                f"{self.tree!r}; give the generator a larger tree for more."
             )
         kwargs = self._with_stop_strings(kwargs, tokenizer if tokenizer is not None else self.tokenizer)
 
@@ -332,3 +343,15 @@ def _plain_generate(model: Any) -> Callable[..., Any]:
     owner = getattr(model.generate, "__self__", None)
     plain: Callable[..., Any] = owner._generate if isinstance(owner, SpeculativeGenerator) else model.generate
     return plain
+
+
+def _check_part(name: str, part: Any, protocol: type) -> None:
+    """Raises `UnsupportedError` for a part that lacks members of its protocol: a class, a name, another part."""
+    if part is None or (isinstance(part, protocol) and not isinstance(part, type)):
+        return
+    advice = f"an object with the members of specdec.protocols.{protocol.__name__}"
+    if isinstance(part, type):
+        advice += f"; make one: {part.__name__}(...)"
+    elif name == "drafter" and hasattr(part, "forward"):
+        advice += "; wrap a draft model: drafters.ModelDrafter(model)"
+    raise UnsupportedError(f"{name}= got {part if isinstance(part, type) else type(part).__name__}, expected {advice}.")

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from specdec.errors import ShapeError
 from specdec.protocols import Controller, Drafter, Ledger, StepVerifier, Target, TreeBuilder, Verifier
 from specdec.types import Candidates, DraftTree, Frontier, Round, StageTimes, TargetLaw, TargetOutput, Verdict
 
@@ -250,6 +251,12 @@ class TimedDrafter:
         begin = time.perf_counter()
         candidates = self._drafter.children(frontier, count)
         self._seconds += time.perf_counter() - begin
+        if not isinstance(candidates, Candidates) or candidates.tokens.shape[:2] != frontier.tokens.shape:
+            raise ShapeError(
+                f"{type(self._drafter).__name__}.children must answer with Candidates, one list of tokens for each "
+                f"node of {list(frontier.tokens.shape)} [batch, frontier], got {_shown(candidates)}; "
+                "specdec.testing.check_drafter tells more."
+            )
         return candidates
 
     def commit(
@@ -266,6 +273,10 @@ class TimedDrafter:
         """Seconds spent drafting since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+def _shown(answer: object) -> str:
+    return f"tokens {list(answer.tokens.shape)}" if isinstance(answer, Candidates) else type(answer).__name__
 
 
 __all__ = ["Walk", "accept", "depth_limits", "rounds"]

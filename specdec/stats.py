@@ -158,7 +158,7 @@ class GenerationStats:
             self._rows = [RowStats() for _ in nodes]
         if len(self._rows) != len(nodes):
             raise ShapeError(
-                f"statistics of {len(self._rows)} rows got a round of {len(nodes)} rows; use one GenerationStats a call."
+                f"statistics of {len(self._rows)} rows got a round of {len(nodes)} rows; use one per call."
             )
         for row, counts in enumerate(zip(parents, nodes, accepted, committed, strict=True)):
             if counts[3]:
@@ -282,6 +282,9 @@ class GenerationStats:
             "tokens_per_second": self.tokens_per_second,
             "rows": [row.to_dict() for row in self._rows],
         }
+
+    def __repr__(self) -> str:
+        return str(self)  # what a notebook shows for the last line of a cell
 
     def __str__(self) -> str:
         total, rounds = self.total, self.times.total

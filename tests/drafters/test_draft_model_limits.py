@@ -64,8 +64,9 @@ def test_e14_a_drafter_with_32_positions(family, overflow, rows, shape, caplog):
     drafter = ModelDrafter(draft, overflow=overflow)
     with positions_seen(draft) as seen, caplog.at_level(logging.WARNING):
         output, rounds = run(target, drafter, SHAPES[shape], rows, max_new_tokens=40)
-        again, _ = run(target, drafter, SHAPES[shape], rows, max_new_tokens=40)
-    assert output.tolist() == again.tolist() == reference(target, rows, 40)
+        if shape == "chain":  # a second call warns no more
+            run(target, drafter, SHAPES[shape], rows, max_new_tokens=20)
+    assert output.tolist() == reference(target, rows, 40)
     warnings = [record.message for record in caplog.records if "positions" in record.message]
     beyond = [round for round in rounds if bool((lengths_before(rows, rounds, round) > 34).all())]
     accepted = sum(int(round.num_accepted.sum()) for round in beyond)

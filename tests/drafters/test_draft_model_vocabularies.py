@@ -70,21 +70,19 @@ def assert_law(
     target_probs: Tensor, drafter: Drafter, tree: TreeBuilder, verifier: Any, start: int, *, tokens: int = 4
 ) -> None:
     """Sampled outputs of `tokens` tokens against their exact probabilities, by chi-square."""
-    target, rows, counts = table_model(target_probs), 1_500, dict[tuple[int, ...], int]()
-    generator = SpeculativeGenerator(target, drafter, tree, verifier)
-    chance = torch.Generator().manual_seed(11)
-    for _ in range(2):
-        output = generator.generate(
-            torch.full((rows, 1), start),
-            do_sample=True,
-            top_k=0,
-            max_new_tokens=tokens,
-            generator=chance,
-            pad_token_id=0,
-            eos_token_id=None,
-        )
-        for row in output[:, 1:].tolist():
-            counts[tuple(row)] = counts.get(tuple(row), 0) + 1
+    rows, counts = 2_000, dict[tuple[int, ...], int]()
+    generator = SpeculativeGenerator(table_model(target_probs), drafter, tree, verifier)
+    output = generator.generate(
+        torch.full((rows, 1), start),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=tokens,
+        generator=torch.Generator().manual_seed(11),
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    for row in output[:, 1:].tolist():
+        counts[tuple(row)] = counts.get(tuple(row), 0) + 1
     assert generator.stats.accepted > 0
     expected: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(tokens):
@@ -95,12 +93,12 @@ def assert_law(
         }
     assert set(counts) <= set(expected)
     # Outcomes that are too rare for the test's approximation are counted together.
-    common = [path for path in sorted(expected) if 2 * rows * expected[path] >= 5]
+    common = [path for path in sorted(expected) if rows * expected[path] >= 5]
     observed = [counts.get(path, 0) for path in common]
-    wanted = [2 * rows * expected[path] for path in common]
+    wanted = [rows * expected[path] for path in common]
     if len(common) < len(expected):
-        observed.append(2 * rows - sum(observed))
-        wanted.append(2 * rows - sum(wanted))
+        observed.append(rows - sum(observed))
+        wanted.append(rows - sum(wanted))
     result = stats.chisquare(observed, wanted)
     assert result.pvalue > 1e-4, result
 

@@ -190,7 +190,7 @@ def test_states_without_a_cache_are_refused_by_name(name):
 
 @pytest.mark.parametrize("count", [-1, 5])
 def test_a_draft_budget_outside_the_tree_s_is_refused(count):
-    with pytest.raises(UnsupportedError, match=rf"num_draft_tokens={count} is outside 0\.\.4"):
+    with pytest.raises(UnsupportedError, match=rf"num_draft_tokens={count} must be a whole number in 0\.\.4"):
         SpeculativeGenerator(helpers.model(), tree=trees.Chain(4)).generate(
             **helpers.batch(helpers.ONE), max_new_tokens=4, num_draft_tokens=count
         )

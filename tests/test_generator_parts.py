@@ -1,0 +1,71 @@
+"""Parts of the wrong kind are refused by the name of the argument; answers of the wrong kind by the drafter's.
+
+The check is called directly where the type hook of the tests would come first.
+"""
+
+import pytest
+import torch
+
+from specdec import Candidates, ShapeError, SpeculativeGenerator, UnsupportedError, control, drafters, trees, verify
+from specdec.generator import _check_part
+from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
+from tests import helpers
+
+PROTOCOLS = {"tree": TreeBuilder, "drafter": Drafter, "verifier": Verifier, "controller": Controller}
+WRONG = {
+    "tree": [5, trees.BestFirst, drafters.PromptLookupDrafter()],
+    "drafter": ["lookup", drafters.PromptLookupDrafter, trees.Chain(3)],
+    "verifier": ["typical", verify.TargetOnly],
+    "controller": ["goodput", control.Goodput],
+}
+
+
+@pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in WRONG.items() for part in parts])
+def test_a_part_of_the_wrong_kind_is_named(name, part):
+    with pytest.raises(UnsupportedError, match=f"^{name}= got"):
+        _check_part(name, part, PROTOCOLS[name])
+
+
+def test_a_bare_model_as_drafter_is_told_what_to_do():
+    with pytest.raises(UnsupportedError, match="ModelDrafter"):
+        _check_part("drafter", helpers.model(), Drafter)
+
+
+@pytest.mark.parametrize("count", [True, 99, -1])
+def test_num_draft_tokens_is_a_number_within_the_budget(count):
+    generator = SpeculativeGenerator(helpers.model(), tree=trees.Chain(5))
+    with pytest.raises(UnsupportedError, match="num_draft_tokens"):
+        generator.generate(torch.tensor(helpers.ONE), max_new_tokens=4, num_draft_tokens=count)
+
+
+class Spoilt(drafters.PromptLookupDrafter):
+    """Answers with whatever a test puts here."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def children(self, frontier, count):
+        return self.answer
+
+
+FLAT = Candidates(torch.zeros(1, 3, 2, dtype=torch.int64), torch.zeros(1, 3, 2))
+NEGATIVE = Candidates(
+    torch.tensor([[[1, 2]]]),
+    torch.tensor([[[0.6, 0.4]]]).log(),
+    torch.full((1, 1, helpers.model().config.vocab_size), -0.1),
+)
+
+
+@pytest.mark.parametrize("answer", [None, (1, 2), FLAT], ids=["none", "tuple", "another frontier"])
+def test_an_answer_that_does_not_fit_the_question_names_the_drafter(answer):
+    generator = SpeculativeGenerator(helpers.model(), Spoilt(answer), trees.BestFirst(4))
+    with pytest.raises(ShapeError, match="Spoilt"):
+        generator.generate(torch.tensor(helpers.ONE), max_new_tokens=4)
+
+
+def test_a_law_that_is_none_is_never_drawn_from():
+    """Negative probabilities would bend the law of the output in silence."""
+    generator = SpeculativeGenerator(helpers.model(), Spoilt(NEGATIVE), trees.Sampled((2,)), verify.TreeRejection())
+    with pytest.raises(ShapeError, match="probabilities"):
+        generator.generate(torch.tensor(helpers.ONE), max_new_tokens=4, do_sample=True)
