@@ -219,7 +219,7 @@ class SpeculativeGenerator:
         """Lets transformers resolve the call and binds what it resolved; runs nothing."""
         arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config)
         kwargs.pop("custom_generate", None)
-        nodes = self.tree.nodes if num_draft_tokens is None else num_draft_tokens
+        nodes: Any = self.tree.nodes if num_draft_tokens is None else num_draft_tokens
         if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= self.tree.nodes:
             raise UnsupportedError(
                 f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{self.tree.nodes}, the budget of "

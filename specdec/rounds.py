@@ -11,7 +11,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -249,7 +249,7 @@ class TimedDrafter:
     def children(self, frontier: Frontier, count: int) -> Candidates:
         """Asks the wrapped drafter; counted as drafting."""
         begin = time.perf_counter()
-        candidates = self._drafter.children(frontier, count)
+        candidates: Any = self._drafter.children(frontier, count)
         self._seconds += time.perf_counter() - begin
         if not isinstance(candidates, Candidates) or candidates.tokens.shape[:2] != frontier.tokens.shape:
             raise ShapeError(
