@@ -27,6 +27,7 @@ _CELLS = (len(_DEPTHS) + 1) * _COLUMNS
 _TRUST = 2.0  # outcomes that a prior counts for
 _FADE = 0.99  # weight of older outcomes, per batch of new ones
 _LEAST = 1e-12  # keeps logarithms finite
+_DEEPER = 1e-12  # relative loss of value per level: rounding must not lift a node above its parent
 
 
 class Outcome(NamedTuple):
@@ -121,7 +122,7 @@ class Calibration:
         base, slope = self._line[:, cell]
         edges = torch.stack([base + slope * predicted, base, base + slope], -1).clamp_min(_LEAST)
         edges = edges.masked_fill((depth == 0)[:, :, None], 1.0)
-        views = (ancestry.double() @ edges.log()).exp() * valid[:, :, None]
+        views = (ancestry.double() @ edges.log() - _DEEPER * depth[:, :, None]).exp() * valid[:, :, None]
         return Assessment(views[..., 0], views[..., 1], views[..., 2], predicted)
 
     def table(self) -> list[tuple[str, float, float]]:

@@ -34,7 +34,7 @@ _GROWTH = 4  # a budget may be this much larger than any before
 _PATIENCE = 64  # most rounds between two probes, and between two plain rounds
 _HOPEFUL = 4  # most rounds between two probes while drafting might still pay
 _PROBE_SHARE = 256  # a probe of one plain round's cost comes at most every so many rounds
-_CLEAR = 1.03  # speed-up that an untried width must promise
+_CLEAR = 1.03  # gain that an untried width must promise
 
 
 class Goodput:
@@ -71,7 +71,7 @@ class Goodput:
         self._trails = Trails()
         self._outlook = Outlook(self._sizes, prunable=not sampled, trees=8 if sampled else 16)
         self._hopes = Outlook(self._sizes, prunable=not sampled, trees=1)
-        self._purse = Purse(self.max_loss)
+        self._purse = Purse(self._costs, max_loss=self.max_loss)
         self._budgets: Counter[int] = Counter()
         self._widths: Counter[int] = Counter()
         # The round in progress.
@@ -79,18 +79,19 @@ class Goodput:
         self._drafted: DraftedRows | None = None
         self._views: tuple[list[float], list[float]] = ([], [])  # values of its nodes in falling order, and floors
         self._foreseen = 0.0  # accepted tokens expected, mean over rows
+        self._trying = False  # whether untried widths are taken to be cheap
         # What was seen so far.
         self._active = 0  # rows that committed in the last round
         self._rate = 0.0  # tokens per second and row of the best policy known
         self._paid = True  # whether the last drafted round was worth its time
         self._rounds = self._since_draft = self._since_plain = 0
-        self._probes = self._trials = 0
+        self._probes = self._trials = self._next_trial = 0
 
     # ------------------------------------------------------------------------------------------------- choices
 
     def budget(self) -> int:
         """Tree budget of the next round; 0 for none."""
-        self._foreseen = 0.0
+        self._foreseen, self._trying = 0.0, False
         self._asked = self._choose_budget()
         self._budgets[self._asked] += 1
         return self._asked
@@ -101,15 +102,17 @@ class Goodput:
             return min(nodes, 1)
         if not self._sampled and self._costs.draft_bound(nodes) <= _FREE * self._costs.plain:
             self._rate = self._outlook.best(self._rate, self._costs.draft, self._costs.verify, largest=nodes).rate
+            self._trial(nodes)
             return nodes
         if self._since_draft > _HOPEFUL and self._since_draft % _HOPEFUL:
             return 0  # plain rounds teach little about drafts: no need to think again after each
         size = self._plan()
         if self._reference_due():
             return 0
-        if size:
+        trial = self._trial(_GROWTH * max(self._costs.budgets))
+        if size or trial:
             self._probes = 0
-            return size
+            return trial or size
         return self._probe()
 
     def _plan(self) -> int:
@@ -123,17 +126,32 @@ class Goodput:
             seconds = self._costs.draft_bound(offer.size) + offer.seconds
             if self._purse.affords(seconds, foreseen=offer.floor - 1.0):
                 self._foreseen = offer.tokens - 1.0
-                return offer.size
+                return self._second_size(offer.size)
             largest = offer.size - 1
         return 0
+
+    def _trial(self, largest: int) -> int:
+        """A budget that would earn more if passes that were measured less than twice were as cheap as they may be."""
+        if self._rounds < self._next_trial or not self._costs.count(1):
+            return 0
+        self._next_trial = self._rounds + _HOPEFUL
+        costs = self._costs
+        offer = self._outlook.best(self._rate, costs.draft, costs.verify_hope, largest=largest)
+        if offer.size == 0 or offer.rate < _CLEAR * self._rate:
+            return 0
+        seconds = costs.draft_bound(offer.size) + costs.verify_bound(offer.size + 1)
+        if not self._purse.affords(seconds, foreseen=offer.floor - 1.0):
+            return 0
+        self._trials += 1
+        self._next_trial = self._rounds + 2**self._trials
+        self._foreseen, self._trying = offer.tokens - 1.0, True
+        return offer.size
 
     def _probe(self) -> int:
         """A small budget once in a while although drafting does not seem to pay; sooner if it still might."""
         costs = self._costs
-        if list(costs.budgets) == [1]:
-            size = min(2, self._sizes[-1])  # tells a drafter that drafts at once from one that drafts step by step
-        else:
-            size = max((s for s in self._sizes[1:] if costs.draft_bound(s) <= 0.1 * costs.plain), default=1)
+        size = max((s for s in self._sizes[1:] if costs.draft_bound(s) <= 0.1 * costs.plain), default=1)
+        size = self._second_size(size)
         seconds = costs.draft(size) + (costs.verify_bound(size + 1) if self._sampled else costs.plain)
         hopes = self._hopes.best(0.0, costs.draft, costs.verify, largest=_GROWTH * max(costs.budgets))
         patience = _HOPEFUL if hopes.size else min(_PROBE_SHARE * (seconds / costs.plain - 1.0), _PATIENCE)
@@ -142,9 +160,17 @@ class Goodput:
         self._probes += 1
         return size
 
+    def _second_size(self, size: int) -> int:
+        """The next larger budget if this is the only one measured: to tell drafting at once from step by step."""
+        if list(self._costs.budgets) != [size]:
+            return size
+        return next((larger for larger in self._sizes if larger > size), size)
+
     def _reference_due(self) -> bool:
         """Whether a plain round is to be measured: the clearer the gain, the later."""
         speedup, count = self._rate * self._costs.plain, self._costs.count(1)
+        if self.costs is not None and self._rounds < _PATIENCE:
+            return False  # the profile tells what a plain round should take
         if count < 2:
             return (not self._paid and speedup < 2) or self._rounds >= (2 + 6 * count) * speedup**3
         return speedup < 1.5 and self._since_plain >= _PATIENCE
@@ -179,14 +205,8 @@ class Goodput:
             for size, gain, floor in zip(sizes, expected, floors, strict=True)
             if size == 0 or self._purse.affords(drafting + costs.verify_bound(size + 1), foreseen=floor)
         ]
-        best, self._foreseen = max(affordable, key=lambda offer: offer[1] - rate * costs.verify(offer[0] + 1))
-        if best == 0 and self._rounds >= 2**self._trials:
-            for size, gain in affordable:
-                hope = costs.verify_hope(size + 1)
-                if size >= min(3, most) and costs.count(size + 1) < 2 and 1.0 + gain >= _CLEAR * rate * hope:
-                    self._trials += 1
-                    best, self._foreseen = size, gain
-                    break
+        cost = costs.verify_hope if self._trying else costs.verify
+        best, self._foreseen = max(affordable, key=lambda offer: offer[1] - rate * cost(offer[0] + 1))
         return best
 
     # ------------------------------------------------------------------------------------------------ learning
@@ -203,8 +223,7 @@ class Goodput:
         self._since_plain = 0 if width == 1 else self._since_plain + 1
         self._since_draft = 0 if budget else self._since_draft + 1
         self._costs.add(width=width, budget=budget, times=round.times)
-        self._purse.plain = self._costs.plain
-        self._purse.earn(mean)
+        self._purse.book(budget=budget, width=width, tokens=mean, foreseen=self._foreseen)
         if self._sampled:
             self._calibration.add(verified_outcomes(round, _SAMPLED_PRIOR) if budget else [])
         else:
@@ -213,9 +232,7 @@ class Goodput:
             committed = [row[:count] for row, count in zip(tokens, counts, strict=True)]
             self._calibration.add(self._trails.follow(committed, self._drafted))
         if budget:
-            seconds = self._costs.draft(budget) + self._costs.verify(width)
-            self._purse.book(seconds, tokens=mean, foreseen=self._foreseen)
-            self._paid = mean * self._costs.plain >= seconds
+            self._paid = mean * self._costs.plain >= self._costs.draft(budget) + self._costs.verify(width)
             if self._sampled:
                 self._study_sampled(round.tree)
         self._drafted = None

@@ -1,9 +1,9 @@
 """What a pass costs at each size, learnt during the request.
 
 Times are noisy from above: warm-up, allocation and other processes only ever add. So the typical time of a size is the
-lower median of its last samples, a lone sample that is too steep to be true is lowered, and no size may look dearer
-than a larger one. Between measured sizes costs follow a given shape from one to the other; beyond them they follow the
-shape and half of the trend by which the measurements left it.
+lower median of its last samples; a lone sample is believed in part (the first pass of a size often pays for start-up,
+and the next one will tell); and no size may look dearer than a larger one. Between measured sizes costs follow a given
+shape from one to the other; beyond them they follow the shape and half of the trend by which the measurements left it.
 """
 
 import bisect
@@ -16,6 +16,7 @@ from specdec.types import StageTimes
 
 _FLOOR = 1e-9  # seconds; keeps logarithms finite
 _MEMORY = 9  # samples kept per size
+_BELIEF = 0.7  # how far a lone sample is believed, from what was expected to what it says, on a log scale
 
 _WIDTH_SLOPE = 0.07  # cost of one more node, in plain rounds, before it was measured
 _WIDTH_BOUND = 0.5  # power of the width by which costs grow in a cautious view
@@ -54,14 +55,21 @@ class CostMeter:
         """Adds one measurement."""
         self._samples.setdefault(size, deque(maxlen=_MEMORY)).append(max(seconds, _FLOOR))
         self._sizes = sorted(self._samples)
-        typical = {s: sorted(samples)[(len(samples) - 1) // 2] for s, samples in self._samples.items()}
+        typical = {s: self.seen(s) for s in self._sizes}
         base = max(self._sizes, key=lambda s: (min(len(self._samples[s]), 2), -s))
         for s in self._sizes:
             if len(self._samples[s]) == 1 and s > base:
-                typical[s] = min(typical[s], typical[base] * (s / base) ** self._steepest)
+                expected = typical[base] * self._shape(s) / self._shape(base)
+                believed = min(typical[s], typical[base] * (s / base) ** self._steepest)
+                typical[s] = min(believed, expected * math.pow(believed / expected, _BELIEF))
         self._typical = never_falling([typical[s] for s in self._sizes])
         self.measured = dict(zip(self._sizes, self._typical, strict=True))
-        self._known = {}
+        self._known = dict(self.measured)
+
+    def seen(self, size: int) -> float:
+        """Lower median of the samples of this size: what was seen, whether it is believed or not."""
+        samples = sorted(self._samples[size])
+        return samples[(len(samples) - 1) // 2]
 
     def count(self, size: int) -> int:
         """Samples held of this size."""
@@ -95,8 +103,9 @@ class RoundCosts:
         profile: verify costs that were measured beforehand; then the cautious view of verifying is the expected one.
 
     >>> costs = RoundCosts(None)
-    >>> costs.add(width=1, budget=0, times=StageTimes(verify=0.040))
-    >>> costs.add(width=4, budget=3, times=StageTimes(draft=0.010, verify=0.050))
+    >>> for _ in range(2):
+    ...     costs.add(width=1, budget=0, times=StageTimes(verify=0.040))
+    ...     costs.add(width=4, budget=3, times=StageTimes(draft=0.010, verify=0.050))
     >>> costs.plain, costs.verify(4), costs.draft(3), costs.draft_bound(6)
     (0.04, 0.05, 0.01, 0.02)
     """
@@ -120,6 +129,14 @@ class RoundCosts:
     def plain(self) -> float:
         """Seconds of a plain round; inferred from wider ones until one was measured."""
         return self._verify(1)
+
+    @property
+    def plain_floor(self) -> float:
+        """The same in a cautious view: what drafting has to beat, at least."""
+        if self._profile is not None:
+            return self.plain
+        narrowest = min(self.widths)
+        return min(self.plain, self._verify(narrowest) / math.pow(narrowest, _WIDTH_BOUND))
 
     @property
     def widths(self) -> dict[int, float]:
@@ -147,10 +164,11 @@ class RoundCosts:
         return max(self._verify(width), self._verify(largest) * math.pow(width / largest, _WIDTH_BOUND))
 
     def verify_hope(self, width: int) -> float:
-        """The same in a hopeful view: as cheap as the widest pass below that was measured twice."""
-        if self._profile is not None or self.count(width) > 1:
+        """The same in a hopeful view: as cheap as a pass of half the width, if that one was measured twice."""
+        settled = self._largest((w for w in self.widths if self.count(w) > 1), width)
+        if self._profile is not None or self.count(width) > 1 or not settled or width > 2 * settled + 2:
             return self._verify(width)
-        return self._verify(self._largest([w for w in self.widths if self.count(w) > 1], width) or 1)
+        return self._verify(settled)
 
     def draft(self, size: int) -> float:
         """Seconds to draft and grow a tree of this budget."""
@@ -159,8 +177,10 @@ class RoundCosts:
 
     def draft_bound(self, size: int) -> float:
         """The same in a cautious view: each further node as dear as the ones before."""
-        largest = self._largest(self.budgets, size) or size
-        return max(self.draft(size), self.draft(largest) * size / largest)
+        largest = self._largest(self.budgets, size)
+        if not largest or self._drafts == 1:
+            return self.draft(largest or size) * size / (largest or size)
+        return max(self.draft(size), self._draft.seen(largest) * size / largest)
 
     @staticmethod
     def _largest(sizes: Iterable[int], most: int) -> int:

@@ -5,62 +5,73 @@ credit that grows with the tokens committed, plus what drafting has won. A round
 cautious view, is covered. Foreseen tokens count only as far as earlier foresight came true.
 """
 
+from collections import Counter
+
+from specdec.control.meter import RoundCosts
+
 _CREDIT = 1.0  # plain rounds that a call may lose at once
 _WINNINGS = 12.0  # plain rounds' worth of past winnings that count
-_SMALL = 0.05  # plain rounds that one round may always lose
+_SMALL = 0.02  # plain rounds that one round may always lose
 _LUCK = 8.0  # accepted tokens that may be missing by chance
 _WEIGHT = 3.0  # accepted tokens foreseen in one round that count for the truth of foresight
 _FADE = 0.95  # memory of that, per drafted round
 
 
 class Purse:
-    """Books the rounds that drafted against plain decoding. Tokens are means over the rows.
+    """Books the rounds that drafted against plain decoding. Amounts are plain rounds, tokens are means over the rows.
+
+    What rounds took is not booked, only what they were: they are paid at the latest known costs, so a first
+    measurement that was mostly start-up does not weigh on the whole request.
 
     Args:
+        costs: what rounds cost in this request.
         max_loss: plain rounds that may be lost per committed token, in the long run.
 
-    Attributes:
-        plain: seconds of a plain round; what was booked earlier is always seen in terms of its latest value.
-
-    >>> purse = Purse(max_loss=0.01)
-    >>> purse.plain = 0.040
+    >>> from specdec.types import StageTimes
+    >>> costs = RoundCosts(None)
+    >>> for _ in range(2):
+    ...     costs.add(width=1, budget=0, times=StageTimes(verify=0.040))
+    ...     costs.add(width=4, budget=3, times=StageTimes(draft=0.004, verify=0.048))
+    >>> purse = Purse(costs, max_loss=0.01)
     >>> purse.affords(0.080, foreseen=0.0), purse.affords(0.084, foreseen=0.0)
     (True, False)
-    >>> purse.book(0.050, tokens=4.0, foreseen=3.0)
-    >>> purse.balance, purse.affords(0.084, foreseen=0.0)
-    (3.75, True)
+    >>> purse.book(budget=3, width=4, tokens=4.0, foreseen=3.0)
+    >>> round(purse.balance, 2), purse.affords(0.084, foreseen=0.0)
+    (3.74, True)
     """
 
-    def __init__(self, max_loss: float) -> None:
-        self.plain = 1.0
+    def __init__(self, costs: RoundCosts, *, max_loss: float) -> None:
+        self._costs = costs
         self._max_loss = max_loss
         self._credit = _CREDIT
-        self._seconds = self._tokens = 0.0
+        self._tokens = 0.0
+        self._rounds: Counter[tuple[int, int]] = Counter()
         self._foreseen = self._accepted = 0.0
+        self.won = 0.0
 
-    def earn(self, tokens: float) -> None:
-        """Lets the credit grow with the tokens of a round."""
-        self._credit += self._max_loss * tokens
-
-    def book(self, seconds: float, *, tokens: float, foreseen: float) -> None:
-        """Books a round that drafted.
+    def book(self, *, budget: int, width: int, tokens: float, foreseen: float) -> None:
+        """Books a round.
 
         Args:
-            seconds: what it took.
+            budget: its tree budget; 0 if it did not draft.
+            width: its verify width.
             tokens: tokens committed.
             foreseen: accepted tokens that were expected.
         """
-        self._seconds += seconds
-        self._tokens += tokens
-        self._tokens -= max(0.0, self.won - _WINNINGS)
-        weight = _WEIGHT / max(foreseen, _WEIGHT)
-        self._foreseen = _FADE * self._foreseen + weight * foreseen
-        self._accepted = _FADE * self._accepted + weight * (tokens - 1)
-
-    @property
-    def won(self) -> float:
-        """Plain rounds that drafting has saved, up to the winnings that count; negative when it lost time."""
-        return self._tokens - self._seconds / self.plain
+        self._credit += self._max_loss * tokens
+        if budget:
+            self._rounds[budget, width] += 1
+            self._tokens += tokens
+            weight = _WEIGHT / max(foreseen, _WEIGHT)
+            self._foreseen = _FADE * self._foreseen + weight * foreseen
+            self._accepted = _FADE * self._accepted + weight * (tokens - 1)
+        spent = sum(
+            count * (self._costs.draft(size) + self._costs.verify(rows)) for (size, rows), count in self._rounds.items()
+        )
+        self.won = self._tokens - spent / self._costs.plain_floor
+        if self.won > _WINNINGS:
+            self._tokens -= self.won - _WINNINGS
+            self.won = _WINNINGS
 
     @property
     def balance(self) -> float:
@@ -70,6 +81,6 @@ class Purse:
     def affords(self, seconds: float, *, foreseen: float) -> bool:
         """Whether a round of this length may be tried, when it should bring this many accepted tokens."""
         trust = min(1.0, (self._accepted + _LUCK) / max(self._foreseen, _LUCK))
-        loss = seconds / self.plain - 1.0 - trust * foreseen
-        spare = self.balance if seconds <= 2.0 * self.plain else 0.5 * self.balance
-        return loss <= max(_SMALL, spare) and self.balance > -self._credit
+        cost = seconds / self._costs.plain_floor - 1.0
+        spare = self.balance if cost <= _CREDIT else 0.5 * self.balance
+        return cost - trust * foreseen <= max(_SMALL, spare) and self.balance > -self._credit

@@ -53,7 +53,16 @@ def test_a_wider_pass_shows_that_a_narrow_one_was_disturbed():
 
 
 def test_a_lone_sample_is_not_believed_beyond_any_reason():
-    assert filled([(1, 0.04), (1, 0.04), (4, 9.0)])(4) == pytest.approx(0.04 * 4**0.7)
+    steepest, expected = 0.04 * 4**0.7, 0.04 * line(4)
+    assert expected < filled([(1, 0.04), (1, 0.04), (4, 9.0)])(4) < steepest
+
+
+def test_a_lone_sample_is_believed_at_once_if_it_is_good_news():
+    assert filled([(1, 0.04), (1, 0.04), (4, 0.041)])(4) == 0.041
+
+
+def test_a_second_sample_is_believed():
+    assert filled([(1, 0.04), (1, 0.04), (4, 9.0), (4, 9.0)])(4) == 9.0
 
 
 def test_old_samples_are_forgotten():
@@ -61,7 +70,7 @@ def test_old_samples_are_forgotten():
 
 
 def test_between_measured_sizes_it_is_a_line():
-    assert filled([(1, 1.0), (5, 1.4)])(3) == pytest.approx(1.2)
+    assert filled([(1, 1.0), (5, 1.4)] * 2)(3) == pytest.approx(1.2)
 
 
 @pytest.mark.parametrize(("last", "low", "high"), [(1.0, 1.0, 1.7), (1.5, 2.0, 2.6), (2.2, 3.0, 5.0)])
@@ -83,7 +92,7 @@ def test_the_first_draft_may_start_the_drafter():
     assert costs.draft(1) <= 0.3
     costs.add(width=3, budget=2, times=StageTimes(draft=0.4, verify=1.0))
     assert costs.budgets == {2: 0.4}
-    assert costs_of((1, 0, 0.0, 1.0), (2, 1, 0.1, 1.0), (3, 2, 0.2, 1.0)).budgets == {1: 0.1, 2: 0.2}
+    assert list(costs_of((1, 0, 0.0, 1.0), (2, 1, 0.1, 1.0), (3, 2, 0.2, 1.0)).budgets) == [1, 2]
 
 
 @given(
@@ -101,13 +110,16 @@ def test_views_are_ordered(rounds, size):
 
 def test_a_profile_leaves_nothing_to_fear_or_hope_for():
     profile = VerifyCosts.from_measurements({1: 1.0, 16: 3.0})
-    costs = costs_of((1, 0, 0.0, 0.04), profile=profile)
+    plain = [(1, 0, 0.0, 0.04)] * 2
+    costs = costs_of(*plain, profile=profile)
     assert costs.verify(16) == costs.verify_bound(16) == costs.verify_hope(16) == pytest.approx(0.12)
-    doubtful = costs_of((1, 0, 0.0, 0.04))
-    assert doubtful.verify_hope(16) < doubtful.verify(16) < doubtful.verify_bound(16)
+    doubtful = costs_of(*plain)
+    assert doubtful.verify_hope(4) < doubtful.verify(4) < doubtful.verify_bound(4)
+    assert doubtful.verify_hope(16) == doubtful.verify(16)  # too wide to be hoped for
 
 
 def test_a_plain_round_is_inferred_until_one_was_measured():
     costs = costs_of((2, 1, 0.01, 0.05))
     assert 0.04 < costs.plain < 0.05
+    assert costs.plain_floor == pytest.approx(0.05 / 2**0.5)
     assert costs.count(1) == 0
