@@ -101,6 +101,5 @@ def _check(trees: Sequence[DraftTree]) -> None:
     roots = [tree.tokens[:, 0] for tree in trees]
     if len({root.shape for root in roots}) > 1:
         raise ShapeError(f"merge needs trees of one batch, got batch sizes {[root.shape[0] for root in roots]}.")
-    # On an accelerator this comparison would stall the host in every round.
-    if roots[0].device.type == "cpu" and any(bool((root != roots[0]).any()) for root in roots[1:]):
+    if topology.readable(roots[0]) and any(bool((root != roots[0]).any()) for root in roots[1:]):
         raise ShapeError(f"merge needs trees over one root per row, got {[root.tolist() for root in roots]}.")

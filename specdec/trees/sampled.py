@@ -163,7 +163,7 @@ def draw(
         >>> trees.draw(torch.tensor([[[0.0, 1.0, 0.0]]]), count=1)
         tensor([[[1]]])
     """
-    if law.device.type == "cpu" and bool((law < 0).any()):  # on a GPU the read would stall every level
+    if topology.readable(law) and bool((law < 0).any()):
         raise ShapeError("a law to draw from holds negative numbers; a drafter's probs must be probabilities.")
     # In float64: a float32 uniform has 24 bits, and a token below 2**-24 would never be drawn.
     uniform = torch.rand(law.shape, dtype=torch.float64, device=law.device, generator=generator)

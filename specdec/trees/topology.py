@@ -21,18 +21,23 @@ from specdec.types import DraftTree
 WORD = 64
 
 
-def widest(counts: Int[Tensor, " batch"], most: int) -> int:
-    """The largest of `counts` where reading it is free, else its bound `most`.
+def readable(tensor: Tensor) -> bool:
+    """Whether the host can read this tensor for free.
 
-    On the CPU, shapes follow what is in use. On an accelerator such a read stalls the host and forbids graph capture,
-    so shapes keep their bound and the rest is padding.
+    On an accelerator such a read stalls the host and forbids graph capture, so shapes keep their bounds there, and what
+    is only a check is left out.
     """
-    return min(int(counts.max()), most) if counts.device.type == "cpu" else most
+    return tensor.device.type == "cpu"
+
+
+def widest(counts: Int[Tensor, " batch"], most: int) -> int:
+    """The largest of `counts` where it is `readable`, else its bound `most`: shapes that follow what is in use."""
+    return min(int(counts.max()), most) if readable(counts) else most
 
 
 def narrowest(counts: Int[Tensor, " batch"]) -> int:
-    """The smallest of `counts` where reading it is free, else its bound 0; see `widest`."""
-    return int(counts.min()) if counts.device.type == "cpu" else 0
+    """The smallest of `counts` where it is `readable`, else its bound 0."""
+    return int(counts.min()) if readable(counts) else 0
 
 
 def check(tree: DraftTree) -> None:

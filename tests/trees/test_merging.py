@@ -130,10 +130,10 @@ def test_merged_trees_are_cut_by_the_common_scale() -> None:
     assert all(score <= worst_kept for path, score in paths(merged, 0).items() if path not in paths(cut, 0))
 
 
-def test_no_host_read_beside_the_check_of_the_roots() -> None:
+def test_no_host_read() -> None:
     tree, count = random_tree(0, [7, 5], "any"), CountedOps()
     with accelerator_shapes(), count:
-        merge([tree])
+        merge([tree, tree])
     assert count.reads == 0
 
 
