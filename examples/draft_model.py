@@ -53,7 +53,7 @@ def main() -> None:
     rounds = list(generator.rounds(**request))  # the same loop, opened
     best = max(rounds, key=lambda round: (int(round.num_accepted), round.tree.width))
     print("\nA round of both, accepted nodes marked with *:\n")
-    print(trees.render(best.tree, best.path, decode=lambda token: tokenizer.decode([token])))
+    print(trees.render(best, decode=lambda token: tokenizer.decode([token])))
 
 
 if __name__ == "__main__":

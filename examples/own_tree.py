@@ -87,7 +87,7 @@ def main() -> None:
     rounds = list(generator.rounds(**inputs, max_new_tokens=arguments.max_new_tokens, do_sample=False))
     best = max(rounds, key=lambda round: (int(round.num_accepted), round.tree.width))
     print(f"Round {best.index}, accepted nodes marked with *:\n")
-    print(trees.render(best.tree, best.path, decode=lambda token: tokenizer.decode([token])))
+    print(trees.render(best, decode=lambda token: tokenizer.decode([token])))
     print(f"\n{generator.stats}")
 
 

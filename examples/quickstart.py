@@ -64,7 +64,7 @@ def main() -> None:
     print(f"Tokens per round: {stats.tokens_per_round:.2f}\n\nWhere they went:\n{stats}\n")
     print("One of the rounds, accepted nodes marked:")
     shown = max(generator.rounds(**request), key=interest)
-    print(trees.render(shown.tree, shown.path, lambda token: tokenizer.decode([token])))
+    print(trees.render(shown, decode=lambda token: tokenizer.decode([token])))
 
 
 def interest(round: Round) -> tuple[bool, int]:

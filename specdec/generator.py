@@ -17,7 +17,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specdec import control, drafters, trees, verify
 from specdec import rounds as loop
-from specdec.errors import UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import arguments, compat, support
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
@@ -105,6 +105,12 @@ class SpeculativeGenerator:
             verifier.check(self.tree)
         self.stats = GenerationStats()
         self._generate: Callable[..., Any] = _plain_generate(model)
+        self._serving: Request | None = None
+
+    def __repr__(self) -> str:
+        model, drafter, controller = (type(part).__name__ for part in (self.model, self.drafter, self.controller))
+        verifier = "a lossless verifier" if self.verifier is None else type(self.verifier).__name__
+        return f"<SpeculativeGenerator: {model}, {drafter}, {self.tree!r}, {verifier}, {controller}>"
 
     def generate(
         self,
@@ -176,7 +182,7 @@ class SpeculativeGenerator:
         """
         return self._run(self._prepare(inputs, **kwargs))
 
-    def attach(self) -> contextlib.ExitStack:
+    def attach(self) -> contextlib.AbstractContextManager["SpeculativeGenerator"]:
         """Makes `model.generate` itself speculative, until `detach()` or the end of a `with` block.
 
         Pipelines, evaluation harnesses and trainers that call `model.generate` then use it unchanged.
@@ -197,9 +203,7 @@ class SpeculativeGenerator:
                 "model.generate is already replaced on this object, by this generator or another; call detach() first."
             )
         vars(self.model)["generate"] = self.generate
-        undo = contextlib.ExitStack()
-        undo.callback(self.detach)
-        return undo
+        return _Attached(self)
 
     def detach(self) -> None:
         """Gives the model its own `generate` back; does nothing if it has it."""
@@ -217,7 +221,8 @@ class SpeculativeGenerator:
         **kwargs: Any,
     ) -> Request:
         """Lets transformers resolve the call and binds what it resolved; runs nothing."""
-        arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config)
+        attached = vars(self.model).get("generate") == self.generate
+        arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config, attached=attached)
         kwargs.pop("custom_generate", None)
         nodes: Any = self.tree.nodes if num_draft_tokens is None else num_draft_tokens
         if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= self.tree.nodes:
@@ -303,7 +308,8 @@ class SpeculativeGenerator:
     @torch.no_grad()
     def _run(self, request: Request) -> Iterator[Round]:
         """Runs the rounds of a request and keeps its statistics."""
-        stats = self.stats = GenerationStats()
+        self._serving, stats = request, GenerationStats()
+        self.stats = stats
         if request.streamer is not None:
             request.streamer.put(request.prompt.cpu())
         for round in loop.rounds(
@@ -318,6 +324,12 @@ class SpeculativeGenerator:
         ):
             stats.record(round)
             yield round
+            if self._serving is not request:
+                raise SpecdecError(
+                    "another request began on this generator before these rounds were finished; its drafter and its "
+                    "controller serve one request at a time. Use one SpeculativeGenerator, drafter and controller for "
+                    "each, or finish or close() this iterator first."
+                )
         if request.streamer is not None:
             request.streamer.end()
 
@@ -336,6 +348,19 @@ class SpeculativeGenerator:
             hidden_states=request.records.output_hidden_states(),
             cache=cache,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached(contextlib.AbstractContextManager["SpeculativeGenerator"]):
+    """What `attach` returns: `with generator.attach():` detaches at the end of the block."""
+
+    generator: SpeculativeGenerator
+
+    def __enter__(self) -> SpeculativeGenerator:
+        return self.generator
+
+    def __exit__(self, *error: object) -> None:
+        self.generator.detach()
 
 
 def _plain_generate(model: Any) -> Callable[..., Any]:

@@ -122,7 +122,7 @@ class GenerationStats:
     >>> stats.record(Round(index=1, tree=chain, path=torch.tensor([[1, -1]]), num_accepted=torch.tensor([1]),
     ...     committed=torch.tensor([[9, 6]]), num_committed=torch.tensor([2]), budget=3,
     ...     times=StageTimes(draft=0.05, verify=0.15)))
-    >>> stats.new_tokens, stats.rounds, stats.tokens_per_round, stats.passes_saved
+    >>> stats.new_tokens, stats.target_passes, stats.tokens_per_round, stats.passes_saved
     (3, 2, 1.5, 1)
     >>> print(stats)
     new tokens      3 in 0.70 s (4.3 per second)
@@ -208,8 +208,8 @@ class GenerationStats:
         )
 
     @property
-    def rounds(self) -> int:
-        """Rounds summed over the rows; for one row this is `target_passes`."""
+    def row_rounds(self) -> int:
+        """Rounds summed over the rows that took part in them; for one row this is `target_passes`."""
         return sum(row.rounds for row in self._rows)
 
     @property
@@ -269,8 +269,10 @@ class GenerationStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, ready for `json.dumps`; lists by depth start at depth 1."""
+        total = self.total.to_dict()
         return {
-            **self.total.to_dict(),
+            "row_rounds": total.pop("rounds"),
+            **total,
             "target_passes": self.target_passes,
             "plain_passes": self.plain_passes,
             "passes_saved": self.passes_saved,
@@ -288,13 +290,14 @@ class GenerationStats:
 
     def __str__(self) -> str:
         total, rounds = self.total, self.times.total
+        rounds_of = "rounds" if self.batch < 2 else f"rounds of {self.batch} rows"
         shares = [
             f"{stage} {self._seconds[stage] / rounds:.0%}" for stage in _STAGES if rounds and self._seconds[stage]
         ]
         lines = [
             ("new tokens", f"{total.new_tokens} in {self.seconds:.2f} s ({self.tokens_per_second:.1f} per second)"),
             ("target passes", f"{self.target_passes} (plain decoding: {self.plain_passes}, saved {self.passes_saved})"),
-            ("tokens / round", f"{total.tokens_per_round:.2f} ({total.new_tokens} tokens, {total.rounds} rounds)"),
+            ("tokens / round", f"{total.tokens_per_round:.2f} ({total.new_tokens} tokens, {total.rounds} {rounds_of})"),
             ("accepted", f"{total.accepted} of {total.drafted} drafted ({total.acceptance_rate:.1%})"),
             ("  per round", _pairs(enumerate(total.histogram))),
             ("  by depth", _pairs((d, f"{share:.0%}") for d, share in enumerate(total.acceptance_by_depth, 1))),

@@ -67,7 +67,7 @@ def test_k4_j8_statistics_follow_from_the_rounds(prompts, shape, stop):
         assert ended[: counts.new_tokens] == new[row, : counts.new_tokens].tolist()
         assert set(ended[counts.new_tokens :]) <= {helpers.PAD}
     assert stats.new_tokens == sum(stats.row(row).new_tokens for row in range(stats.batch))
-    assert stats.tokens_per_round == stats.new_tokens / stats.rounds
+    assert stats.tokens_per_round == stats.new_tokens / stats.row_rounds
     assert 0 < stats.first_token_seconds < stats.seconds
     assert json.loads(json.dumps(stats.to_dict()))["accepted"] == stats.accepted
 

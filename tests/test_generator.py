@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig, TextIteratorStreamer, TextStreamer, pipeline
 
-from specdec import SpeculativeGenerator, drafters, trees
-from specdec.errors import UnsupportedError
+from specdec import SpeculativeGenerator, control, drafters, trees
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf.cache import RowCache
 from specdec.testing import OracleDrafter, tiny_model
 from specdec.testing.tokenizer import tiny_tokenizer
@@ -292,9 +292,13 @@ def test_attach_serves_a_pipeline():
 def test_attach_twice_is_refused_and_detach_is_idempotent():
     target = tiny_model("llama")
     one, other = SpeculativeGenerator(target), SpeculativeGenerator(target)
+    with one.attach() as entered:
+        assert entered is one
+        with pytest.raises(UnsupportedError, match="already"):
+            other.attach()
+        with pytest.raises(UnsupportedError, match=r"num_beams=2.*detach\(\)"):
+            target.generate(**helpers.batch(helpers.ONE), num_beams=2)
     one.attach()
-    with pytest.raises(UnsupportedError, match="already"):
-        other.attach()
     other.detach()
     assert target.generate == one.generate
     one.detach()
@@ -327,16 +331,32 @@ def test_rounds_checks_at_once_and_runs_when_advanced():
     assert committed == helpers.text("one", NEW)[0, START:].tolist()
 
 
-def test_two_open_requests_keep_their_own_statistics():
+def test_a_second_request_ends_the_first():
     generator = SpeculativeGenerator(helpers.model(), OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
     request = {**helpers.batch(helpers.ONE), "do_sample": False}
     first = generator.rounds(**request, max_new_tokens=NEW)
     next(first)
     mine = generator.stats
     next(generator.rounds(**request, max_new_tokens=1))
-    assert generator.stats is not mine
-    assert sum(1 for _ in first) == 3
-    assert (mine.new_tokens, generator.stats.new_tokens) == (NEW, 1)
+    with pytest.raises(SpecdecError, match="one request at a time"):
+        next(first)
+    assert (mine.new_tokens, generator.stats.new_tokens) == (1, 1)
+
+
+def test_a_closed_request_makes_room_for_the_next():
+    generator = SpeculativeGenerator(helpers.model(), OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
+    request = {**helpers.batch(helpers.ONE), "max_new_tokens": NEW, "do_sample": False}
+    first = generator.rounds(**request)
+    next(first)
+    first.close()
+    assert generator.generate(**request).tolist() == helpers.text("one", NEW).tolist()
+
+
+def test_a_generator_shows_its_parts():
+    generator = SpeculativeGenerator(helpers.model(), tree=trees.Chain(4), controller=control.Goodput())
+    assert repr(generator) == (
+        "<SpeculativeGenerator: LlamaForCausalLM, PromptLookupDrafter, Chain(nodes=4), a lossless verifier, Goodput>"
+    )
 
 
 @pytest.mark.parametrize("positional", [False, True])

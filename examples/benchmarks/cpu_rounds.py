@@ -100,7 +100,7 @@ def measure_set(
         for name, method in methods.items():
             took, ids = seconds(lambda: method(inputs))  # noqa: B023
             same = ids.shape == expected.shape and bool((ids == expected).all())
-            passes = generators[name].stats.rounds if name in generators else 0
+            passes = generators[name].stats.target_passes if name in generators else 0
             new = ids.shape[1] - inputs["input_ids"].shape[1]
             _add(totals[name], took - prefill, new, passes, int(not same))
             if name in generators:

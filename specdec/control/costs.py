@@ -40,6 +40,8 @@ class VerifyCosts:
         Raises:
             ValueError: if width 1 is missing, or a cost is not a positive number.
         """
+        if 1 not in measurements:
+            raise ValueError(f"the cost of width 1 (a plain round) is the unit; got widths {sorted(measurements)}.")
         bad = {width: cost for width, cost in measurements.items() if not 0 < cost < math.inf}
         if bad:
             raise ValueError(f"costs are positive numbers, got {bad}; leave these widths out.")

@@ -47,7 +47,7 @@ class Goodput:
             plain round beyond it.
 
     Raises:
-        ValueError: if `max_loss` is negative.
+        ValueError: if `max_loss` is negative, or `costs` is no `VerifyCosts`.
 
     >>> controller = Goodput(costs=VerifyCosts.from_measurements({1: 0.040, 4: 0.080, 16: 0.128}))
     >>> controller.start(nodes=15, sampled=False)
@@ -58,9 +58,16 @@ class Goodput:
     def __init__(self, *, costs: VerifyCosts | None = None, max_loss: float = 0.015) -> None:
         if not max_loss >= 0:
             raise ValueError(f"max_loss is a share of time, 0 or more (0.02 is two percent), got {max_loss}.")
+        if costs is not None and not isinstance(costs, VerifyCosts):
+            raise ValueError(
+                f"costs= takes VerifyCosts.from_measurements({{width: cost}}), got {type(costs).__name__}."
+            )
         self.costs = costs
         self.max_loss = max_loss
         self.start(nodes=0, sampled=False)
+
+    def __repr__(self) -> str:
+        return f"Goodput(costs={self.costs!r}, max_loss={self.max_loss})"
 
     def start(self, nodes: int, sampled: bool) -> None:
         """Begins a request with this tree budget; forgets every earlier request."""

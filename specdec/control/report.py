@@ -57,7 +57,8 @@ class GoodputSummary:
         if self.acceptance:
             shares = _pairs((said, f"{share:.0%}".replace("%", " %")) for said, (_, share) in self.acceptance.items())
             lines.append(("accepted", f"{shares}   by what the drafter said"))
-        lines.append(("speed-up", f"{self.speedup:.2f} expected"))
+        expected = f"{self.speedup:.2f} expected" if self.speedup > 1 else "none expected: plain rounds are fastest"
+        lines.append(("speed-up", expected))
         return "\n".join(f"{name:<16}{text}" for name, text in lines if text)
 
 

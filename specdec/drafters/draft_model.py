@@ -69,7 +69,7 @@ class ModelDrafter:
         >>> model = tiny_model("llama")
         >>> generator = SpeculativeGenerator(model, drafters.ModelDrafter(model), trees.Chain(3))
         >>> ids = generator.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=9, do_sample=False)
-        >>> generator.stats.rounds
+        >>> generator.stats.target_passes
         3
     """
 
@@ -108,6 +108,9 @@ class ModelDrafter:
         self._runner: ModelRunner | None = None
         self._rows: list[_Row] = []
         self._levels: list[_Level] = []
+
+    def __repr__(self) -> str:
+        return f"<ModelDrafter: {type(self.model).__name__}, overflow={self._overflow!r}>"
 
     def start(self, context: DraftContext) -> None:
         """Runs the draft model over the committed tokens, the last one left out."""
@@ -280,6 +283,13 @@ class ModelDrafter:
             )
         else:
             entries = len(self._tokenizer) if self._tokenizer is not None else None
+            if entries is None and draft_size != target_size:
+                logger.warning(
+                    "The draft model has %d ids and the target %d; they are taken to be one tokenizer, padded. "
+                    "Pass tokenizer= and target_tokenizer= to be sure.",
+                    draft_size,
+                    target_size,
+                )
             known = VocabularyMap.same_tokenizer(target_size, draft_size, entries)
         self._vocabulary = known
         return known

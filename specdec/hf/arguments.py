@@ -139,12 +139,13 @@ _MODEL_INPUTS = frozenset(
 _REFUSED = tuple(argument for argument in ARGUMENTS if argument.status == "refused")
 
 
-def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None) -> None:
+def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None, attached: bool = False) -> None:
     """Raises `UnsupportedError` for an argument that cannot be served; the message says what to do.
 
     Args:
         arguments: what the caller passed by name.
         configs: where other values come from; as in `generate`, the first that is not None counts.
+        attached: whether the caller called `model.generate`, and may not know of this library.
     """
     for argument in _REFUSED:
         values = [getattr(config, argument.name, None) for config in configs]
@@ -152,7 +153,7 @@ def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None) -> 
             values = [arguments[argument.name]]
         value = next((value for value in values if value is not None), None)
         if argument.refused_if(value):
-            _refuse(argument, value)
+            _refuse(argument, value, " (attached to this model; detach() undoes it)" if attached else "")
 
 
 def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
@@ -175,7 +176,7 @@ def check_outputs(config: GenerationConfig) -> None:
         )
 
 
-def _refuse(argument: Argument, value: Any) -> None:
+def _refuse(argument: Argument, value: Any, where: str) -> None:
     shown = repr(value)
     shown = shown if len(shown) < 60 else type(value).__name__
-    raise UnsupportedError(f"{argument.name}={shown} is not supported by SpeculativeGenerator: {argument.note}.")
+    raise UnsupportedError(f"{argument.name}={shown} is not supported by SpeculativeGenerator{where}: {argument.note}.")

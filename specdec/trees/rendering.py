@@ -5,11 +5,11 @@ from collections.abc import Callable
 from jaxtyping import Int
 from torch import Tensor
 
-from specdec.types import DraftTree, Verdict
+from specdec.types import DraftTree, Round, Verdict
 
 
 def render(
-    tree: DraftTree,
+    tree: DraftTree | Round,
     outcome: Verdict | Int[Tensor, "batch depth"] | None = None,
     decode: Callable[[int], str] | None = None,
     *,
@@ -18,7 +18,7 @@ def render(
     """Draws a tree, one node a line, accepted nodes marked with `*`.
 
     Args:
-        tree: the verified tree.
+        tree: the verified tree, or a whole round, which brings its own outcome.
         outcome: a verdict, or the accepted nodes from depth 1 on with -1 after the last one (`Round.path`); None for
             a tree that was not verified.
         decode: turns a token id into text, such as `lambda token: tokenizer.decode([token])`; None shows ids.
@@ -29,6 +29,7 @@ def render(
 
     Raises:
         IndexError: if the batch has no such row.
+        ValueError: if a round is given together with an outcome.
 
     Example:
         >>> import torch
@@ -45,6 +46,10 @@ def render(
              3   -2.00  └─ 8
         accepted 1 of 3
     """
+    if isinstance(tree, Round):
+        if outcome is not None:
+            raise ValueError("render: a round brings its own outcome; give a tree to draw it with another.")
+        return render(tree.tree, tree.path, decode, row=row)
     batch = tree.tokens.shape[0]
     if row is not None and not 0 <= row < batch:
         raise IndexError(f"row {row} of a batch of {batch}: expected 0..{batch - 1}.")

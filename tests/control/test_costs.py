@@ -38,7 +38,13 @@ def test_one_width_is_a_flat_curve():
 
 @pytest.mark.parametrize(
     ("measurements", "message"),
-    [({2: 1.0}, "rise from 1"), ({1: 0.0}, "positive"), ({1: math.nan}, "positive"), ({0: 1.0, 1: 1.0}, "rise from 1")],
+    [
+        ({2: 1.0}, "cost of width 1"),
+        ({}, "cost of width 1"),
+        ({1: 0.0}, "positive"),
+        ({1: math.nan}, "positive"),
+        ({0: 1.0, 1: 1.0}, "rise from 1"),
+    ],
 )
 def test_what_cannot_be_a_profile_is_refused(measurements, message):
     with pytest.raises(ValueError, match=message):

@@ -1,6 +1,7 @@
 """The model drafter with a vocabulary or a tokenizer of its own (field log, class d)."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -202,3 +203,12 @@ def test_d5_a_reduced_draft_vocabulary_without_a_map_is_refused_and_with_one_is_
     assert output.tolist() == reference(target, "ragged")
     with pytest.raises(UnsupportedError, match="build the map with target_size=104"):
         run(helpers.model("llama", vocab_size=104), drafter, trees.Chain(3), "one")
+
+
+def test_sizes_that_differ_without_a_tokenizer_are_mentioned_once(caplog):
+    target, draft = helpers.model("llama", vocab_size=104), helpers.model("llama", vocab_size=97, seed=1)
+    drafter = ModelDrafter(draft)
+    with caplog.at_level(logging.WARNING):
+        run(target, drafter, SHAPES["chain"], [[5, 6, 7]])
+        run(target, drafter, SHAPES["chain"], [[5, 6, 7]])
+    assert ["97 ids and the target 104" in record.message for record in caplog.records] == [True]

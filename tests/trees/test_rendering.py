@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.trees import render, topology
-from specdec.types import DraftTree, Verdict
+from specdec.types import DraftTree, Round, Verdict
 from tests.trees.random_trees import caught, lineage, trees
 
 TREE = DraftTree(
@@ -51,6 +51,22 @@ row 0
 accepted 2 of 4"""
     words = {7: " seven", 5: " five", 6: "\n", 8: "it", 9: "?"}
     assert render(TREE, VERDICT.path, words.__getitem__, row=0) == text
+
+
+def test_a_round_brings_its_outcome() -> None:
+    nothing = torch.zeros(2, dtype=torch.int64)
+    done = Round(
+        index=1,
+        tree=TREE,
+        path=VERDICT.path,
+        num_accepted=VERDICT.num_accepted,
+        committed=VERDICT.path,
+        num_committed=nothing,
+        budget=4,
+    )
+    assert render(done) == render(TREE, VERDICT.path)
+    with pytest.raises(ValueError, match="its own outcome"):
+        render(done, VERDICT)
 
 
 def test_a_tree_without_a_verdict() -> None:

@@ -305,3 +305,8 @@ def test_is_a_tree_builder() -> None:
     assert repr(Sampled((2, 1))) == "<Sampled: 4 nodes, 2 levels, 16 candidates>"
     with pytest.raises(ValueError, match="nodes=0"):
         sampled_chain(0)
+
+
+def test_a_law_with_negative_numbers_is_refused() -> None:
+    with pytest.raises(ShapeError, match="must be probabilities"):
+        draw(torch.tensor([[[0.5, -0.1]]]), 1)
