@@ -13,6 +13,7 @@ taken off. Speeds are ratios within one run.
 
 import argparse
 import functools
+import hashlib
 import importlib.util
 import json
 import time
@@ -54,12 +55,12 @@ def main() -> None:
         raw = merged([json.loads(path.read_text(encoding="utf-8")) for path in arguments.merge])
     else:
         torch.set_num_threads(arguments.threads)
+        model, tokenizer = load_smollm2()
         raw = {
             "device": f"{report.cpu_name()}, {arguments.threads} threads",
-            "versions": report.installed(),
+            "versions": {**report.installed(), **prompt_form(tokenizer)},
             "sets": {},
         }
-        model, tokenizer = load_smollm2()
         for part in arguments.part or ("overhead", *SETS):
             if part == "overhead":
                 raw["overhead"] = overhead(model)
@@ -83,6 +84,12 @@ def spec_bench(path: Path, name: str) -> list[list[str]]:
     if name == "multi_turn":
         return [row["turns"] for row in rows if len(row["turns"]) > 1][::4]
     return [row["turns"] for row in rows if row["category"] == name]
+
+
+def prompt_form(tokenizer: Any) -> dict[str, str]:
+    """What acceptance depends on beside the models: how prompts are put, and in which language."""
+    digest = hashlib.sha256(tokenizer.chat_template.encode()).hexdigest()
+    return {"chat template": f"sha256 {digest[:12]}", "prompts": "in English"}
 
 
 def measure_set(
