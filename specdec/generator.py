@@ -19,9 +19,11 @@ from specdec import control, drafters, trees, verify
 from specdec import rounds as loop
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import arguments, compat, support
+from specdec.hf.attention import Attention
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
 from specdec.hf.target import ModelTarget
+from specdec.kv import KVCacheConfig
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
 from specdec.stats import GenerationStats
 from specdec.types import Round
@@ -51,10 +53,12 @@ class SpeculativeGenerator:
         drafter: where proposals come from; None is prompt lookup, which needs no second model.
         tree: which nodes to draft; None is a best-first tree of 15 nodes.
         verifier: how the target decides; None picks a lossless rule that fits the tree and `do_sample`.
-        cache: reserved for key/value codecs; only None so far.
+        cache: codecs of the target's keys and values (`kv.KVCacheConfig`, `kv.INT8`); None stores them as they are.
         tokenizer: for `stop_strings`; may also be given per call.
         controller: how much to draft each round; None always drafts the full tree. `control.Goodput()` measures
             and drafts only what pays.
+        attention: who computes the attention of verify forwards: the `model`'s own function with a mask, or
+            `ops.tree_attention` (`reference` or `triton`); `auto` takes the kernel on a GPU.
 
     Raises:
         UnsupportedError: if the model or the combination of parts cannot be served exactly.
@@ -79,15 +83,16 @@ class SpeculativeGenerator:
         drafter: Drafter | None = None,
         tree: TreeBuilder | None = None,
         verifier: Verifier | None = None,
-        cache: None = None,
+        cache: KVCacheConfig | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         controller: Controller | None = None,
+        attention: Attention = "auto",
     ) -> None:
         """Checks the parts; runs nothing."""
         support.check_model(model)
-        if cache is not None:
-            raise UnsupportedError(f"cache={cache!r}: key/value codecs are not available yet; pass None.")
+        if cache is not None and not isinstance(cache, KVCacheConfig):
+            raise UnsupportedError(f"cache= takes a kv.KVCacheConfig, such as kv.INT8, got {type(cache).__name__}.")
         for name, part, protocol in (
             ("drafter", drafter, Drafter),
             ("tree", tree, TreeBuilder),
@@ -99,6 +104,8 @@ class SpeculativeGenerator:
         self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
         self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
         self.verifier = verifier
+        self.cache = cache
+        self.attention = attention
         self.tokenizer = tokenizer
         self.controller: Controller = controller if controller is not None else control.Always()
         if verifier is not None:
@@ -249,6 +256,8 @@ class SpeculativeGenerator:
                 model_kwargs=model_kwargs,
                 generation_config=config,
                 feature_layers=self.drafter.feature_layers if drafting else (),
+                cache=self.cache,
+                attention=self.attention,
             )
             records = Records(
                 batch=input_ids.shape[0],

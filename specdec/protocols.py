@@ -266,3 +266,31 @@ class Controller(Protocol):
 
     def observe(self, round: Round) -> None:
         """Learns from a finished round."""
+
+
+@runtime_checkable
+class KVCodec(Protocol):
+    """Stores rows of keys or values in fewer bits.
+
+    **Laws.** A row's code depends on the row and on `state` alone, so rows can be appended, copied and dropped in any
+    order; every tensor of a code has the leading dimensions of the rows; `decode` gives finite numbers for finite rows.
+    """
+
+    def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bits of a stored number, with everything stored per row, for rows of `dim` numbers of `dtype`.
+
+        Raises `ShapeError` for a `dim` that the codec cannot store.
+        """
+
+    def fit(
+        self, rows: Float[Tensor, "batch heads slots dim"], real: Bool[Tensor, "batch slots"] | None = None
+    ) -> tuple[Tensor, ...]:
+        """What is learned once from the first rows of a text (where `real`), `[batch, heads, 1, ...]` each."""
+
+    def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        """The rows as tensors `[*lead, ...]` with the leading dimensions of the rows."""
+
+    def decode(
+        self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "*lead dim"]:
+        """The rows that a code stands for, in `dtype`."""

@@ -1,6 +1,10 @@
-"""Checks jaxtyping annotations of the whole package while tests run, and sets the hypothesis profiles."""
+"""Checks jaxtyping annotations while tests run, interprets kernels without a GPU, sets the hypothesis profiles."""
+
+import importlib
+import importlib.util
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
@@ -8,6 +12,10 @@ _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, Hea
 settings.register_profile("ci", max_examples=30, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=300, **_COMMON)
 settings.load_profile("ci")  # `pytest --hypothesis-profile nightly` takes the other
+
+# Without a GPU, kernels run in triton's interpreter; this has to be said before they are imported.
+if importlib.util.find_spec("triton") and not torch.cuda.is_available():
+    importlib.import_module("triton").knobs.runtime.interpret = True
 
 # Modules imported while the hook is active carry the checks for good.
 with install_import_hook(["specdec"], "beartype.beartype"):

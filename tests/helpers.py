@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from specdec import SpeculativeGenerator, control
+from specdec.hf.attention import Attention
+from specdec.kv import KVCacheConfig
 from specdec.protocols import Drafter, TreeBuilder, Verifier
 from specdec.testing import OracleDrafter, tiny_model
 from specdec.types import DraftTree, Round, TargetLaw
@@ -88,11 +90,13 @@ def speculate(
     tree: TreeBuilder,
     *,
     verifier: Verifier | None = None,
+    codecs: KVCacheConfig | None = None,
+    attention: Attention = "auto",
     **request: Any,
 ) -> Run:
     """One call of `SpeculativeGenerator.generate`; greedy unless asked otherwise."""
     recorder = Recorder()
-    generator = SpeculativeGenerator(target, drafter, tree, verifier, controller=recorder)
+    generator = SpeculativeGenerator(target, drafter, tree, verifier, codecs, controller=recorder, attention=attention)
     output = generator.generate(**{"do_sample": False, "pad_token_id": PAD, **request})
     return Run(output, recorder.rounds, generator)
 

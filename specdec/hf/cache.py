@@ -1,9 +1,9 @@
 """A key/value cache whose rows have lengths of their own, with the drafted rows behind the committed ones.
 
-Every layer holds one preallocated buffer `[batch, kv_heads, slots, dim]`. Row b has `lengths[b]` committed slots;
-the nodes of a tree are written at the slots that follow, row by row, and are visible to nobody else. Keeping an
-accepted path moves at most as many slots as the tree has nodes; dropping the rest moves nothing. Nothing past
-`lengths[b]` plus the current tree is ever read, and buffers start as zeros, so what lies there is finite.
+Every layer holds preallocated buffers `[batch, kv_heads, slots, ...]` (`specdec.hf.rows`). Row b has `lengths[b]`
+committed slots; the nodes of a tree are written at the slots that follow, row by row, and are visible to nobody else.
+Keeping an accepted path moves at most as many slots as the tree has nodes; dropping the rest moves nothing. Nothing
+past `lengths[b]` plus the current tree is ever read, and buffers start as zeros, so what lies there is finite.
 
 Sliding layers show only the slots that some row's window can still reach, and give up the others when the buffer
 would have to grow.
@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.hf import compat
+from specdec.hf.rows import Place, Rows
+from specdec.kv import KVCacheConfig
 
 GROWTH = 256
 """Slots added at least when a buffer grows; growth copies, so it must be rare."""
@@ -27,13 +29,17 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "dummy"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
-    """Where the rows of one forward go: `start` slots per batch row, as one number if all rows agree."""
+    """Where the rows of one forward go: `start` slots per batch row, as one number if all rows agree.
+
+    `encoded` says that the attention of this forward reads rows as they are stored.
+    """
 
     starts: Int[Tensor, " batch"]
     start: int | None
     shortest: int
     rows: int
     end: int
+    encoded: bool
 
     def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Batch index and slot index of every written row, for layers on `device`."""
@@ -45,30 +51,56 @@ class RowLayer(compat.CacheLayerMixin):
     """One attention layer's keys and values. Lengths and write plans belong to the `RowCache` that owns it."""
 
     is_croppable = True
-    keys: Tensor
-    values: Tensor
 
-    def __init__(self, sliding_window: int | None = None) -> None:
-        """Creates an empty layer; `sliding_window` counts positions, the query's own included."""
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers leaves it untyped
+    def __init__(
+        self,
+        sliding_window: int | None = None,
+        config: KVCacheConfig | None = None,
+        prompt: Bool[Tensor, "batch prompt"] | None = None,
+    ) -> None:
+        """Creates an empty layer.
+
+        Args:
+            sliding_window: positions that a query sees, its own included; None for all.
+            config: codecs of keys and values; None stores them as they are.
+            prompt: False on padding of the prompt, which takes the first slots; None if there is none.
+        """
+        config = config if config is not None else KVCacheConfig()
+        self.stored = {"keys": Rows(config.keys), "values": Rows(config.values)}
+        self.is_initialized = False
+        self.prompt = prompt
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.plan: WritePlan | None = None
         self.filled = 0
         self.base = 0
 
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]  # an attribute of transformers' layers
+        """The first part of the stored keys: the keys themselves, or their codes."""
+        return self.stored["keys"].parts[0]
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """The first part of the stored values."""
+        return self.stored["values"].parts[0]
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates on the device and in the dtype of the first keys and values."""
         self.device = key_states.device
-        self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        real = None
+        if self.prompt is not None:
+            real = self.prompt[:, self.base : self.base + key_states.shape[-2]].to(self.device)
+        self.stored["keys"].start(key_states, real)
+        self.stored["values"].start(value_states, real)
         self.is_initialized = True
 
     def first_visible(self, length: int) -> int:
         """First slot that a query right after `length` committed slots can see."""
         return self.base if self.sliding_window is None else max(self.base, length - self.sliding_window + 1)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Writes the new rows and returns the slots that the attention of this forward may see."""
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Writes the new rows and returns the slots that the attention of this forward may see, as it reads them."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         plan = self.plan
@@ -80,51 +112,54 @@ class RowLayer(compat.CacheLayerMixin):
         else:
             start, shortest, end = plan.start, plan.shortest, plan.end
         visible = self.first_visible(shortest)
-        self._reserve(key_states, value_states, visible, end)
+        self._reserve(visible, end)
+        place: Place
         if start is not None:
-            self.keys[:, :, start - self.base : end - self.base] = key_states
-            self.values[:, :, start - self.base : end - self.base] = value_states
+            place = slice(start - self.base, end - self.base)
         else:
             rows, slots = cast(WritePlan, plan).index(self.device)
-            self.keys[rows, :, slots - self.base] = key_states.transpose(1, 2)
-            self.values[rows, :, slots - self.base] = value_states.transpose(1, 2)
-        shown = slice(visible - self.base, end - self.base)
-        return self.keys[:, :, shown], self.values[:, :, shown]
+            place = rows, slots - self.base
+        self.stored["keys"].write(key_states, place)
+        self.stored["values"].write(value_states, place)
+        if plan is not None and plan.encoded:
+            keys, values = (rows.encoded(visible - self.base, end - self.base) for rows in self.stored.values())
+            return keys, values
+        return self._read(visible, end)
 
-    def _reserve(self, key_states: Tensor, value_states: Tensor, visible: int, end: int) -> None:
+    def _read(self, first: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of slots `first .. end`."""
+        keys, values = (rows.read(first - self.base, end - self.base) for rows in self.stored.values())
+        return keys, values
+
+    def _reserve(self, visible: int, end: int) -> None:
         """Makes room up to slot `end`, dropping slots before `visible` on a sliding layer."""
-        if end - self.base <= self.keys.shape[-2]:
+        slots = self.stored["keys"].slots
+        if end - self.base <= slots:
             return
-        held = self.keys.shape[-2] + self.base
         capacity = end - visible + max(GROWTH, (end - visible) // 4)
-        for name, new in (("keys", key_states), ("values", value_states)):
-            old = getattr(self, name)
-            buffer = new.new_zeros(*new.shape[:2], capacity, new.shape[-1])
-            if held > visible:
-                buffer[:, :, : held - visible] = old[:, :, visible - self.base :]
-            setattr(self, name, buffer)
+        for rows in self.stored.values():
+            rows.resize(capacity, min(visible - self.base, slots), slots)
         self.base = visible
 
     def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
         """Copies slots `source` to slots `target`, per batch row; reads everything before it writes."""
         rows, source, target = (index.to(self.device) for index in (rows, source - self.base, target - self.base))
-        self.keys[rows, :, target] = self.keys[rows, :, source]
-        self.values[rows, :, target] = self.values[rows, :, source]
+        for stored in self.stored.values():
+            stored.move(rows, source, target)
 
     def load(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Copies the last slots of another cache, which has seen `length` tokens."""
-        self.lazy_initialization(keys, values)
         self.base = length - keys.shape[-2]
-        self._reserve(keys, values, self.base, length)
-        self.keys[:, :, : keys.shape[-2]] = keys
-        self.values[:, :, : values.shape[-2]] = values
+        self.lazy_initialization(keys, values)
+        self._reserve(self.base, length)
+        for stored, rows in zip(self.stored.values(), (keys, values), strict=True):
+            stored.write(rows, slice(0, rows.shape[-2]))
         self.filled = length
 
     def dense(self, length: int) -> tuple[Tensor, Tensor]:
         """A copy of the first `length` slots, or of those the window keeps."""
-        first = self.first_visible(length)
-        shown = slice(first - self.base, length - self.base)
-        return self.keys[:, :, shown].clone(), self.values[:, :, shown].clone()
+        keys, values = self._read(self.first_visible(length), length)
+        return keys.clone(), values.clone()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns and first slot of what `update` is about to return."""
@@ -148,18 +183,30 @@ class RowCache(compat.Cache):
     **Laws.** `lengths` is exact; everything past it is dead; `keep` costs the same at every context length.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(
+        self, config: Any, kv: KVCacheConfig | None = None, prompt: Bool[Tensor, "batch prompt"] | None = None
+    ) -> None:
         """Builds one layer per decoder layer of `config`.
+
+        Args:
+            config: the model's configuration.
+            kv: codecs of keys and values; None stores them as they are.
+            prompt: False on padding of the prompt, from which no codec learns; None if there is none.
 
         Raises:
             UnsupportedError: if a layer type keeps a state that this cache cannot rewind; the message names it.
+            ShapeError: if a codec cannot store rows of the model's head dimension.
         """
         decoder = config.get_text_config(decoder=True)
         types, arguments = compat.get_layer_types_and_kwargs(decoder)
         check_layer_types(types)
+        kv = kv if kv is not None else KVCacheConfig()
+        for dim in compat.head_dims(decoder):
+            for kind in set(types) - {"dummy"}:
+                kv.for_layer(kind).bits_per_element(dim)  # raises where a codec cannot store rows of this length
         super().__init__(
             layers=[
-                compat.DummyLayer() if kind == "dummy" else RowLayer(**kwargs)
+                compat.DummyLayer() if kind == "dummy" else RowLayer(**kwargs, config=kv.for_layer(kind), prompt=prompt)
                 for kind, kwargs in zip(types, arguments, strict=True)
             ]
         )
@@ -196,8 +243,11 @@ class RowCache(compat.Cache):
         self._host_lengths = [length] * batch
         self.lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
 
-    def begin(self, rows: int) -> WritePlan:
-        """Announces a forward of `rows` rows per batch row, written after the pending ones."""
+    def begin(self, rows: int, *, encoded: bool = False) -> WritePlan:
+        """Announces a forward of `rows` rows per batch row, written after the pending ones.
+
+        With `encoded`, layers hand out their rows as `specdec.hf.rows.Encoded`.
+        """
         shortest, longest = min(self._host_lengths), max(self._host_lengths)
         plan = WritePlan(
             starts=self.lengths + self.pending,
@@ -205,6 +255,7 @@ class RowCache(compat.Cache):
             shortest=shortest,
             rows=rows,
             end=longest + self.pending + rows,
+            encoded=encoded,
         )
         for layer in self.row_layers:
             layer.plan = plan

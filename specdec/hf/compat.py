@@ -58,6 +58,13 @@ def has_layer_types(config: Any) -> bool:
     return hasattr(config.get_text_config(decoder=True), "layer_types")
 
 
+def head_dims(config: Any) -> set[int]:
+    """Dimensions of the attention heads; a model whose layers differ has a configuration for each."""
+    layers = getattr(config, "per_layer_config", None)
+    layers = [config] if not layers else [layers[index] for index in range(config.num_hidden_layers)]
+    return {getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers}
+
+
 __all__ = [
     "CACHE_NAME",
     "Cache",
@@ -69,6 +76,7 @@ __all__ = [
     "attention_implementation",
     "get_layer_types_and_kwargs",
     "has_layer_types",
+    "head_dims",
     "pad_token",
     "prefill",
     "prompt_length",

@@ -6,16 +6,20 @@ ids are the root's position plus the depth.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 from transformers import GenerationConfig
 
+from specdec import ops
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
+from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose
 from specdec.hf.cache import RowCache, check_loadable
+from specdec.kv import KVCacheConfig
 from specdec.trees import topology
 from specdec.types import DraftTree, TargetOutput
 
@@ -29,6 +33,8 @@ class ModelTarget:
         model_kwargs: what `generate` would hand to the forward (attention_mask, position_ids, cache, ...).
         generation_config: the resolved configuration of the call (chunked prefill, lengths of continued caches).
         feature_layers: indices into the model's hidden states to return as features.
+        cache: codecs of keys and values; None stores them as they are.
+        attention: who computes the attention of verify forwards; see `specdec.hf.attention`.
 
     Raises:
         UnsupportedError: if the model or an argument cannot be served exactly.
@@ -53,6 +59,8 @@ class ModelTarget:
         model_kwargs: dict[str, Any] | None = None,
         generation_config: GenerationConfig | None = None,
         feature_layers: Sequence[int] = (),
+        cache: KVCacheConfig | None = None,
+        attention: Attention = "auto",
     ) -> None:
         """Checks the model and prepares an empty cache; runs nothing."""
         support.check_model(model)
@@ -60,7 +68,6 @@ class ModelTarget:
         given = (model_kwargs or {}).get(compat.CACHE_NAME)
         if given is not None:
             check_loadable(given)
-        self.cache = RowCache(self.model.config)
         self._input_ids = input_ids
         self._kwargs = dict(model_kwargs or {})
         self._generation_config = generation_config if generation_config is not None else GenerationConfig()
@@ -72,11 +79,14 @@ class ModelTarget:
         self._kinds = self._layer_kinds()
         decoder = self._decoder
         kinds = getattr(decoder, "layer_types", None) or compat.get_layer_types_and_kwargs(decoder)[0]
-        self._windows = [self._kinds[kind] for kind in kinds if kind in self._kinds]
+        self._windows = tuple(self._kinds[kind] for kind in kinds if kind in self._kinds)
         self._pending_depths = torch.zeros(self._batch, 0, dtype=torch.int64, device=self._device)
         self._wants_hidden = bool(self._kwargs.get("output_hidden_states"))
         self._wants_attentions = bool(self._kwargs.get("output_attentions"))
         self._prompt_mask, self._next_position = self._prompt_geometry()
+        self.cache = RowCache(self.model.config, cache, self._prompt_mask)
+        self._op = choose(attention, self._model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
+        self._starts = None if self._prompt_mask is None else (~self._prompt_mask).sum(-1)
         self._check_rope()
         self._token_type = self._kwargs.get("token_type_ids")
         self.columns: dict[int | None, tuple[int, int]] = {}
@@ -149,19 +159,28 @@ class ModelTarget:
         lengths = self.cache.lengths
         self._last_lengths, self._last_visible = lengths, visible
         self._pending_depths = torch.cat([self._pending_depths, depths], 1)
-        plan = self.cache.begin(tokens.shape[1])
-        mask = self._mask(lengths, depths, visible, plan.shortest, plan.end)
+        plan = self.cache.begin(tokens.shape[1], encoded=self._op is not None)
+        self.columns = {
+            window: (layer.first_visible(plan.shortest), plan.end) for window, layer in self.cache.windows.items()
+        }
         kwargs = {compat.CACHE_NAME: self.cache, **self._output_kwargs()}
+        mask, attention = None, cast(AbstractContextManager[None], nullcontext())
+        if self._op is None:
+            mask = self._mask(lengths, depths, visible)
+        else:
+            kwargs[CONTEXT] = self._tree_context(lengths, visible, self._op)
+            attention = attending(self._decoder)
         if self._token_type is not None:
             kwargs["token_type_ids"] = self._to_model(self._token_type[:, -1:].expand(-1, tokens.shape[1]))
-        output = self.model(
-            input_ids=self._to_model(tokens),
-            position_ids=self._to_model(self._next_position[:, None] + depths),
-            attention_mask=self._to_model(mask),
-            use_cache=True,
-            return_dict=True,
-            **kwargs,
-        )
+        with attention:
+            output = self.model(
+                input_ids=self._to_model(tokens),
+                position_ids=self._to_model(self._next_position[:, None] + depths),
+                attention_mask=self._to_model(mask),
+                use_cache=True,
+                return_dict=True,
+                **kwargs,
+            )
         return self._pack(output, output.logits)
 
     def _to_model(self, given: Any) -> Any:
@@ -190,16 +209,23 @@ class ModelTarget:
             columns.append((slots if window is None else slots[-window:]) - first)
         return tuple(columns)
 
+    def _tree_context(
+        self, lengths: Int[Tensor, " batch"], visible: Bool[Tensor, "batch rows pending"], impl: ops.Impl
+    ) -> TreeContext:
+        """The tree of this forward, as our attention function wants it."""
+        columns = {
+            window: Columns(lengths - first, None if self._starts is None else (self._starts - first).clamp_min(0))
+            for window, (first, _) in self.columns.items()
+        }
+        return TreeContext(topology.pack(visible), self._pending_depths, columns, self._windows, impl)
+
     def _mask(
         self,
         lengths: Int[Tensor, " batch"],
         depths: Int[Tensor, "batch rows"],
         visible: Bool[Tensor, "batch rows pending"],
-        shortest: int,
-        end: int,
     ) -> Any:
         """The mask for each layer type, or None where every column is visible and the model needs none."""
-        self.columns = {window: (layer.first_visible(shortest), end) for window, layer in self.cache.windows.items()}
         if self._batch == 1 and depths.shape[1] == 1 and visible.shape[1:] == (1, 1) and self._prompt_mask is None:
             return None
         made: dict[int | None, Tensor] = {}

@@ -10,10 +10,12 @@ WINDOW = 6
 POISON = 1e9
 
 
-def config(window: int = WINDOW) -> Gemma3TextConfig:
+def config(window: int = WINDOW, head_dim: int = 4) -> Gemma3TextConfig:
     """A sliding layer first, so that nothing may be read off layer 0, and a full one."""
     kinds = ["sliding_attention", "full_attention"]
-    return Gemma3TextConfig(num_hidden_layers=2, layer_types=kinds, sliding_window=window, hidden_size=8, head_dim=4)
+    return Gemma3TextConfig(
+        num_hidden_layers=2, layer_types=kinds, sliding_window=window, hidden_size=8, head_dim=head_dim
+    )
 
 
 class Dense:

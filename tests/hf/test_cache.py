@@ -20,8 +20,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from specdec.errors import UnsupportedError
 from specdec.hf import cache as cache_module
 from specdec.hf.cache import RowCache, RowLayer
+from specdec.kv import KVCacheConfig
 from tests import helpers
 from tests.hf.dense import POISON, WINDOW, Dense, config, poison
+from tests.kv.codecs import Digits
 from tests.trees.random_trees import caught
 
 
@@ -88,11 +90,19 @@ RUNS = {
 }
 
 
-def law(mutate: Any, batch: int, chunks: list[int], plan: list[list[int]], growth: int, seed: int) -> None:
+def law(
+    mutate: Any,
+    batch: int,
+    chunks: list[int],
+    plan: list[list[int]],
+    growth: int,
+    seed: int,
+    codecs: KVCacheConfig | None = None,
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache_module, "GROWTH", growth)
         mutate(patch)
-        cache, dense = RowCache(config()), Dense(batch)
+        cache, dense = RowCache(config(), codecs), Dense(batch)
         prefill(cache, dense, chunks)
         rounds(cache, dense, plan, random.Random(seed))
 
@@ -104,6 +114,11 @@ def right(patch: pytest.MonkeyPatch) -> None:
 @given(**RUNS)
 def test_the_row_cache_equals_an_obvious_cache(batch, chunks, plan, growth, seed):
     law(right, batch, chunks, plan, growth, seed)
+
+
+@given(**RUNS)
+def test_a_code_of_several_parts_is_moved_as_one(batch, chunks, plan, growth, seed):
+    law(right, batch, chunks, plan, growth, seed, KVCacheConfig(keys=Digits(), values=Digits()))
 
 
 def _nothing_moves(patch: pytest.MonkeyPatch) -> None:
@@ -142,9 +157,9 @@ def _window_by_the_longest_row(patch: pytest.MonkeyPatch) -> None:
 def _growth_forgets(patch: pytest.MonkeyPatch) -> None:
     reserve = RowLayer._reserve
 
-    def forgetful(self: RowLayer, keys: Tensor, values: Tensor, visible: int, end: int) -> None:
+    def forgetful(self: RowLayer, visible: int, end: int) -> None:
         grows = end - self.base > self.keys.shape[-2] > 0
-        reserve(self, keys, values, visible, end)
+        reserve(self, visible, end)
         if grows:
             self.keys.zero_()
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -65,8 +66,9 @@ def test_f8_offloaded_and_dispatched_models_give_the_same_text(kind, role, tmp_p
 
 
 @pytest.fixture
-def graphs() -> Iterator[list[str]]:
-    """Graphs that torch has compiled."""
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Graphs that torch has compiled. Annotations are not checked meanwhile: the compiler's tensors have no shapes."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     torch._dynamo.reset()
     yield []
     torch._dynamo.reset()

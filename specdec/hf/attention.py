@@ -1,0 +1,159 @@
+"""Verify attention inside an unmodified model: transformers calls our function, which calls `ops.tree_attention`.
+
+The function is registered with transformers under a name of its own, and a model runs with it for the length of one
+forward only; the caller's model and its own `generate` keep the implementation they had. What the function has to
+know about the tree travels as a keyword argument of the forward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from transformers import AttentionInterface
+
+from specdec import kv, ops
+from specdec.errors import UnsupportedError
+from specdec.hf import compat
+from specdec.hf.rows import Encoded
+
+NAME = "specdec_tree"
+CONTEXT = "specdec_tree_context"
+
+Attention: TypeAlias = Literal["auto", "model", "reference", "triton"]
+"""Who computes the attention of a verify forward: the model's own function with a mask, or `ops.tree_attention`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Where the slots of a layer lie in the keys that its cache hands out."""
+
+    lengths: Int[Tensor, " batch"]
+    starts: Int[Tensor, " batch"] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeContext:
+    """What a forward's layers have in common: the tree, and per window where its slots are.
+
+    Attributes:
+        visible: pending rows that each new row sees, as bit masks.
+        depths: depth of every pending row, the new ones last.
+        columns: by sliding window; None for full attention.
+        windows: of each decoder layer.
+        impl: implementation of the op.
+    """
+
+    visible: Int[Tensor, "batch rows words"]
+    depths: Int[Tensor, "batch pending"]
+    columns: dict[int | None, Columns]
+    windows: tuple[int | None, ...]
+    impl: ops.Impl
+
+
+def choose(
+    attention: Attention, device: torch.device, *, weights: bool, prompt: Bool[Tensor, "batch prompt"] | None
+) -> ops.Impl | None:
+    """The implementation of the op for a request, or None for the model's own attention.
+
+    Args:
+        attention: what the caller asked for.
+        device: where the model wants its inputs.
+        weights: whether attention weights are to be returned, which only the model's own attention has.
+        prompt: False on padding of the prompt.
+
+    Raises:
+        UnsupportedError: if the op was asked for and cannot serve the request, with the reason.
+    """
+    if attention not in ("auto", "model", "reference", "triton"):
+        raise UnsupportedError(f"attention must be 'auto', 'model', 'reference' or 'triton', got {attention!r}.")
+    can, reason = ops.available("tree_attention", device)
+    if attention == "model" or (attention == "auto" and not (can and device.type == "cuda")):
+        return None
+    if attention != "triton" or can:
+        reason = ""
+    if weights:
+        reason = "output_attentions=True asks for weights, which it does not compute"
+    elif prompt is not None and not bool((prompt == (prompt.cumsum(-1) > 0)).all()):
+        reason = "the attention mask has gaps, where only padding on the left is served"
+    if not reason:
+        return attention
+    if attention == "auto":
+        return None
+    raise UnsupportedError(f"attention={attention!r} cannot serve this request: {reason}. Use attention='auto'.")
+
+
+@contextmanager
+def attending(config: Any) -> Iterator[None]:
+    """Lets a decoder run with our attention function, and gives it its own back."""
+    if NAME not in AttentionInterface._global_mapping:
+        AttentionInterface.register(NAME, attend)
+    own = compat.attention_implementation(config)
+    config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation = own
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Encoded,
+    value: Encoded,
+    attention_mask: Any,  # noqa: ARG001 - what it would say stands in the context
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers: `[batch, heads, rows, dim]` in, `[batch, rows, heads, dim]` out.
+
+    Keys and values come as the cache stores them. What the op can read is handed on: a rotation of the keys is made up
+    for by rotating the few queries, one of the values by rotating the output.
+    """
+    context: TreeContext = kwargs[CONTEXT]
+    if kwargs.get("position_bias") is not None:
+        raise UnsupportedError(f"{type(module).__name__} adds a bias by position; use attention='model'.")
+    window = context.windows[int(module.layer_idx)]  # type: ignore[arg-type]
+    columns = context.columns[window]
+    device = query.device
+    keys, key_scales, rotated = stored(key)
+    values, value_scales, turned = stored(value)
+    attended = ops.tree_attention(
+        ops.hadamard(query).to(query.dtype) if rotated else query,
+        keys,
+        values,
+        context.visible.to(device),
+        columns.lengths.to(device),
+        depths=context.depths.to(device),
+        starts=None if columns.starts is None else columns.starts.to(device),
+        key_scales=key_scales,
+        value_scales=value_scales,
+        scale=scaling,
+        window=window,
+        softcap=softcap,
+        sinks=s_aux,
+        impl=context.impl,
+    )
+    output = cast(Tensor, attended)
+    if turned:
+        output = ops.hadamard(output).to(query.dtype)
+    return output.transpose(1, 2), None
+
+
+def stored(rows: Encoded) -> tuple[Tensor, Tensor | None, bool]:
+    """Rows as the op reads them: numbers or codes, scales of codes, whether they are still rotated."""
+    codec, rotated = rows.codec, False
+    if isinstance(codec, kv.Hadamard):
+        codec, rotated = codec.inner, True
+    if isinstance(codec, kv.Int8):
+        return rows.parts[0], rows.parts[1], rotated
+    if isinstance(codec, kv.FP8):
+        codes = rows.parts[0].view(torch.float8_e4m3fn)
+        scales = rows.parts[1] if codec.scale == "token" else rows.state[0].expand(*codes.shape[:3], 1)
+        return codes, scales, rotated
+    return rows.decode(), None, False

@@ -1,0 +1,92 @@
+"""Four-bit integers with a scale and a zero point for each group of neighbouring channels."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from specdec.errors import ShapeError, UnsupportedError
+
+LARGEST = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Int4:
+    """INT4, asymmetric, a float16 scale and zero point per group of channels of a token and head.
+
+    Two codes share a byte: the low half holds the first half of the row, the high half the second. Numbers beyond the
+    range of float16 (65,504) are clamped.
+
+    A channel that sits far from zero, as keys of models with a bias have, would take the range of its group:
+    `Centered(Hadamard(Int4()))` is the form for keys.
+
+    Args:
+        group: channels that share a scale.
+
+    >>> from specdec import kv
+    >>> kv.Int4().bits_per_element(128)
+    5.0
+    """
+
+    group: int = 32
+
+    def __post_init__(self) -> None:
+        if self.group < 1:
+            raise UnsupportedError(f"Int4: group must be 1 or more channels, got {self.group}.")
+
+    def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
+        """Bits of a stored number, scales and zero points included, for rows of `dim` numbers."""
+        self._check(dim)
+        return 4 + 32 / self.group
+
+    def fit(
+        self, rows: Float[Tensor, "batch heads slots dim"], real: Bool[Tensor, "batch slots"] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Nothing to learn."""
+        return ()
+
+    def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
+        """Packed codes `[..., dim / 2]`, scales and zero points `[..., groups]`."""
+        self._check(rows.shape[-1])
+        groups = rows.float().unflatten(-1, (-1, self.group))
+        lowest, highest = groups.amin(-1), groups.amax(-1)
+        # Codes are chosen for the rounded scale and zero point: what is decoded is as near as it can be.
+        scales, zeros = to_half((highest - lowest) / LARGEST), to_half(lowest)
+        steps = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
+        codes = ((groups - zeros.float().unsqueeze(-1)) / steps).round_().clamp_(0, LARGEST)
+        return pack_nibbles(codes.to(torch.uint8).flatten(-2)), scales, zeros
+
+    def decode(
+        self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "*lead dim"]:
+        """Codes times scales plus zero points."""
+        packed, scales, zeros = parts
+        codes = unpack_nibbles(packed).float().unflatten(-1, (-1, self.group))
+        rows: Tensor = (codes * scales.float().unsqueeze(-1) + zeros.float().unsqueeze(-1)).flatten(-2)
+        return rows.to(dtype)
+
+    def _check(self, dim: int) -> None:
+        if dim % self.group or dim % 2:
+            raise ShapeError(f"Int4: rows of {dim} numbers have no whole groups of {self.group}; give another group.")
+
+
+def to_half(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """float16, clamped to its finite range."""
+    limit = torch.finfo(torch.float16).max
+    return numbers.clamp(-limit, limit).half()
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Codes below 16 `[..., dim]` as bytes `[..., dim / 2]`: the second half of the row in the high bits.
+
+    >>> pack_nibbles(torch.tensor([1, 2, 3, 4], dtype=torch.uint8)).tolist()
+    [49, 66]
+    """
+    low, high = codes.chunk(2, -1)
+    return low | (high << 4)
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Inverse of `pack_nibbles`."""
+    return torch.cat([packed & 15, packed >> 4], -1)

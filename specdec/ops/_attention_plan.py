@@ -1,0 +1,197 @@
+"""How the work of verify attention is cut into work items: a calculation, made without a GPU."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+FIXED_SPLIT = 512
+"""Slots of a split in deterministic mode, at absolute positions."""
+
+_MOST_SPLITS = 128
+_FEWEST_TILES = 4  # a shorter split does not pay for its part of the sum
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What of a device decides a plan; by default an H100 or H200.
+
+    Attributes:
+        multiprocessors: streaming multiprocessors (compute units).
+        shared_memory: bytes that a thread block may have.
+    """
+
+    multiprocessors: int = 132
+    shared_memory: int = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """A verify attention problem.
+
+    Attributes:
+        batch: batch rows.
+        heads: query heads.
+        kv_heads: key/value heads; query heads of a group share one.
+        rows: nodes per batch row.
+        slots: cache slots that may be read per batch row (with a window: the window and the tree).
+        dim: dimension of a key.
+        value_dim: dimension of a value; None is `dim`.
+        bytes_per_element: size of a cached number.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    rows: int
+    slots: int
+    dim: int
+    value_dim: int | None = None
+    bytes_per_element: int = 2
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of keys and values that one pass over the cache reads."""
+        width = self.dim + (self.dim if self.value_dim is None else self.value_dim)
+        return self.batch * self.kv_heads * self.slots * width * self.bytes_per_element
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """How the kernel is launched.
+
+    Attributes:
+        block: rows of a tile: nodes times the heads of a group, packed.
+        tile: slots of a tile.
+        splits: runs of slots per key/value head.
+        split_tiles: tiles of a run at absolute positions (deterministic mode); 0 divides what there is evenly.
+        warps: warps of a work item.
+        stages: tiles in flight.
+    """
+
+    block: int
+    tile: int
+    splits: int
+    split_tiles: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """How well a problem fills a device.
+
+    Attributes:
+        query_blocks: tiles of rows per key/value head.
+        splits: runs of slots per key/value head.
+        work_items: thread blocks of the launch.
+        multiprocessors: streaming multiprocessors (compute units) of the device.
+
+    >>> from specdec import ops
+    >>> gemma = ops.AttentionShape(batch=1, heads=16, kv_heads=2, rows=7, slots=32_768, dim=512)
+    >>> print(ops.occupancy(gemma, multiprocessors=132))
+    66 splits x 1 query block x 2 key/value heads = 132 work items, 1.00 per multiprocessor; 2 without splits
+    >>> ops.Occupancy(query_blocks=1, splits=1, kv_heads=2, work_items=2, multiprocessors=132).per_multiprocessor < 0.02
+    True
+    """
+
+    query_blocks: int
+    splits: int
+    kv_heads: int
+    work_items: int
+    multiprocessors: int
+
+    @property
+    def per_multiprocessor(self) -> float:
+        """Work items per multiprocessor; below 1, some have nothing to do."""
+        return self.work_items / self.multiprocessors
+
+    @property
+    def unsplit(self) -> int:
+        """Work items that a kernel without splits would have."""
+        return self.work_items // self.splits
+
+    def __str__(self) -> str:
+        def counted(number: int, word: str) -> str:
+            return f"{number} {word}{'' if number == 1 else 's'}"
+
+        return (
+            f"{counted(self.splits, 'split')} x {counted(self.query_blocks, 'query block')} x "
+            f"{counted(self.kv_heads, 'key/value head')} = {counted(self.work_items, 'work item')}, "
+            f"{self.per_multiprocessor:.2f} per multiprocessor; {self.unsplit} without splits"
+        )
+
+
+def occupancy(
+    shape: AttentionShape,
+    device: torch.device | str | None = None,
+    *,
+    multiprocessors: int | None = None,
+    deterministic: bool = False,
+) -> Occupancy:
+    """Work items and splits that `tree_attention` would choose, before anything is launched.
+
+    Args:
+        shape: the problem.
+        device: a CUDA device to ask for its multiprocessors.
+        multiprocessors: their number, instead of a device; 132 (an H100 or H200) if neither is given.
+        deterministic: as in `tree_attention`.
+    """
+    asked = device_of(device)
+    if multiprocessors is not None:
+        asked = dataclasses.replace(asked, multiprocessors=multiprocessors)
+    plan = make_plan(shape, asked, deterministic=deterministic)
+    blocks = -(-shape.rows * (shape.heads // shape.kv_heads) // plan.block)
+    heads = shape.batch * shape.kv_heads
+    return Occupancy(blocks, plan.splits, heads, blocks * plan.splits * heads, asked.multiprocessors)
+
+
+def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> AttentionPlan:
+    """The launch for a problem on a device."""
+    widest = max(shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
+    most = 64 if widest > 256 else 128
+    packed = shape.rows * (shape.heads // shape.kv_heads)
+    block = min(most, max(16, 1 << (packed - 1).bit_length()))
+    tile, stages = (64, 3) if widest <= 128 else (32, 2)
+    while stages > 1 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
+        stages -= 1
+    while block > 16 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
+        block //= 2
+    while tile > 16 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
+        tile //= 2
+    tiles = -(-shape.slots // tile)
+    work = shape.batch * shape.kv_heads * -(-packed // block)
+    resident = 2 if widest <= 128 else 1
+    if deterministic:
+        # Aligned runs may begin before the first visible slot and end after the last one.
+        splits, split_tiles = -(-shape.slots // FIXED_SPLIT) + 1, FIXED_SPLIT // tile
+    else:
+        splits, split_tiles = (
+            max(1, min(device.multiprocessors * resident // work, tiles // _FEWEST_TILES, _MOST_SPLITS)),
+            0,
+        )
+    return AttentionPlan(
+        block=block,
+        tile=tile,
+        splits=splits,
+        split_tiles=split_tiles,
+        warps=8 if block * widest >= 64 * 256 else 4,
+        stages=stages,
+    )
+
+
+def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int) -> int:
+    """Shared memory of a thread block: the queries, and keys and values of the tiles in flight."""
+    dims = shape.dim + (shape.dim if shape.value_dim is None else shape.value_dim)
+    return 2 * block * shape.dim + stages * tile * dims * shape.bytes_per_element
+
+
+@lru_cache
+def device_of(device: torch.device | str | None) -> Device:
+    """What of a device decides a plan; that of an H100 where there is none to ask."""
+    if device is None or torch.device(device).type != "cuda":
+        return Device()
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return Device(int(properties.multi_processor_count), int(shared))

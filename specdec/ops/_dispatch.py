@@ -1,0 +1,65 @@
+"""Which implementation of an op runs: the only place that knows `specdec_kernels`, and imports it lazily.
+
+`import specdec` works on a machine without triton or a GPU; a kernel package is looked for when an op is first used.
+"""
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from specdec.errors import UnsupportedError
+
+Impl: TypeAlias = Literal["auto", "reference", "triton"]
+
+
+def available(name: str, device: torch.device | str) -> tuple[bool, str]:
+    """Whether the kernel of an op can run on a device, and if not, why.
+
+    Args:
+        name: name of the op, as in `specdec.ops`.
+        device: where its tensors are.
+
+    Example:
+        >>> from specdec import ops
+        >>> ops.available("tree_attention", "meta")
+        (False, "kernels run on CUDA or ROCm devices, not on 'meta'")
+    """
+    device = torch.device(device)
+    kernels, reason = _kernels()
+    if device.type == "cuda" or (device.type == "cpu" and kernels is not None and kernels.interpreted()):
+        if kernels is None:
+            return False, reason
+        if name not in kernels.NAMES:
+            return False, f"there is no kernel for {name!r}; there are {', '.join(sorted(kernels.NAMES))}"
+        return True, ""
+    return False, f"kernels run on CUDA or ROCm devices, not on {device.type!r}"
+
+
+def choose(name: str, impl: Impl, device: torch.device) -> ModuleType | None:
+    """The kernel module to run, or None for the reference.
+
+    Raises:
+        UnsupportedError: if the kernel is asked for and cannot run, or `impl` is unknown.
+    """
+    if impl not in ("auto", "reference", "triton"):
+        raise UnsupportedError(f"{name}: impl must be 'auto', 'reference' or 'triton', got {impl!r}.")
+    if impl == "reference":
+        return None
+    can, reason = available(name, device)
+    if can and (impl == "triton" or device.type == "cuda"):
+        return importlib.import_module(f"specdec_kernels.{name}")
+    if impl == "triton":
+        raise UnsupportedError(f"{name}: impl='triton' cannot run here: {reason}. Use impl='auto' or 'reference'.")
+    return None
+
+
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Any, str]:
+    """The kernel package, or None and why it cannot be had."""
+    try:
+        return importlib.import_module("specdec_kernels"), ""
+    except ImportError as error:
+        return None, f"the kernels need triton ({error})"

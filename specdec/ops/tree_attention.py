@@ -1,0 +1,215 @@
+"""Attention of the nodes of a tree over a key/value cache, reading the cache once for all nodes and a group's heads.
+
+The cache of a batch row holds its committed slots, and behind them one slot for each pending row in the order in which
+they were written. What a node sees among the pending rows is a bit mask, so a tree needs no mask over the context:
+
+    sees(i, slot) = start <= slot < length                       and position(i) - slot < window
+                 or bit (slot - length) of visible[i]            and depth(i) - depth(slot - length) < window
+
+with `position(i) = length + depth(i)`: a window counts positions, never the order in which siblings were written.
+
+The kernel splits the cache over work items where heads and rows are too few to fill a GPU ("3D" or split-KV attention,
+flash-decoding), and adds the parts up in a fixed order.
+"""
+
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from specdec.errors import UnsupportedError
+from specdec.ops import _dispatch
+from specdec.ops._attention_call import WORD, AttentionCall
+from specdec.ops._attention_plan import device_of, make_plan
+
+
+def tree_attention(
+    query: Float[Tensor, "batch heads rows dim"],
+    keys: Shaped[Tensor, "..."],
+    values: Shaped[Tensor, "..."],
+    visible: Int[Tensor, "batch rows words"],
+    lengths: Int[Tensor, " batch"],
+    *,
+    depths: Int[Tensor, "batch pending"] | None = None,
+    starts: Int[Tensor, " batch"] | None = None,
+    blocks: Int[Tensor, "batch blocks"] | None = None,
+    key_scales: Float[Tensor, "..."] | None = None,
+    value_scales: Float[Tensor, "..."] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    impl: _dispatch.Impl = "auto",
+) -> Float[Tensor, "batch heads rows value_dim"] | tuple[Tensor, Float[Tensor, "batch heads rows"]]:
+    """Attention of tree nodes over committed slots and their own ancestors.
+
+    Args:
+        query: queries of the nodes, after any rotary embedding.
+        keys: `[batch, kv_heads, slots, dim]`, or `[pages, kv_heads, page, dim]` with `blocks`; any strides.
+        values: like `keys`; its last dimension may differ.
+        visible: per node, which pending rows it sees: bit `j % 64` of word `j // 64` stands for pending row j, the node
+            itself included (`trees.topology.ancestors`). A node without any bit is empty and sees nothing.
+        lengths: committed slots per batch row; pending row j is at slot `lengths[b] + j`.
+        depths: depth of every pending row, of which the queries are the last ones. None says that all pending rows are
+            queried and that a node's depth is the number of its ancestors.
+        starts: first slot of a batch row that is no padding; None is 0.
+        blocks: page of each run of `page` slots, for a cache in pages.
+        key_scales: for keys stored as INT8 or FP8 (E4M3) numbers, the float32 scale of each, shaped like `keys` with a
+            last dimension of 1.
+        value_scales: the same for values.
+        scale: of the scores; None is `dim ** -0.5`.
+        window: positions that a query sees, its own included; None for all.
+        softcap: `softcap * tanh(score / softcap)` before the mask; None for none.
+        sinks: a logit per head that takes part in the softmax and has no value.
+        return_lse: also return the natural logarithm of the softmax denominator, sinks included, -inf for empty nodes.
+        deterministic: fixes the runs of slots that are added up first, so that a node's result does not depend on the
+            batch, on other nodes, or on how large the cache is.
+        impl: which implementation runs; see `specdec.ops`.
+
+    Returns:
+        The attended values in the dtype of `query`, zeros for empty nodes; with `return_lse` also the logarithm, in
+        float32 (float64 for float64 inputs).
+
+    Raises:
+        ShapeError: for shapes that do not belong together, or dtypes and devices that differ.
+        UnsupportedError: if `impl="triton"` cannot run here.
+
+    Example:
+        >>> import torch
+        >>> from specdec import ops
+        >>> query, cache = torch.randn(1, 4, 3, 16), torch.randn(1, 2, 9, 16)
+        >>> chain = torch.tensor([[[0b001], [0b011], [0b111]]])  # each node sees itself and those before
+        >>> ops.tree_attention(query, cache, cache, chain, lengths=torch.tensor([6])).shape
+        torch.Size([1, 4, 3, 16])
+    """
+    call = AttentionCall(
+        query=query,
+        keys=keys,
+        values=values,
+        visible=visible,
+        lengths=lengths,
+        depths=depths,
+        starts=starts,
+        blocks=blocks,
+        key_scales=key_scales,
+        value_scales=value_scales,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    shape = call.checked()
+    kernel: Any = _dispatch.choose("tree_attention", impl, query.device)
+    if kernel is not None and query.dtype not in kernel.DTYPES:
+        if impl == "triton":
+            raise UnsupportedError(f"tree_attention: the kernel takes {kernel.DTYPES}, got {query.dtype}.")
+        kernel = None
+    if kernel is None or query.numel() == 0 or shape.slots == 0:
+        output, lse = _reference(call)
+    else:
+        output, lse = kernel.launch(call, make_plan(shape, device_of(query.device), deterministic=deterministic))
+    return (output, lse) if return_lse else output
+
+
+def split_kv_attention(
+    query: Float[Tensor, "batch heads rows dim"],
+    keys: Float[Tensor, "..."],
+    values: Float[Tensor, "..."],
+    lengths: Int[Tensor, " batch"],
+    **options: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of a chain: each of the last `rows` tokens sees the committed slots and the tokens before it.
+
+    The same kernel as `tree_attention`, with the mask of a chain; one row is plain decoding.
+
+    Args:
+        query: queries of the chain, the first right after the committed slots.
+        keys: as in `tree_attention`, like `values`.
+        values: `[batch, kv_heads, slots, value_dim]`.
+        lengths: committed slots per batch row, the chain not included.
+        **options: everything else that `tree_attention` takes.
+
+    Example:
+        >>> import torch
+        >>> from specdec import ops
+        >>> cache = torch.randn(1, 2, 9, 16)
+        >>> ops.split_kv_attention(torch.randn(1, 4, 1, 16), cache, cache, lengths=torch.tensor([8])).shape
+        torch.Size([1, 4, 1, 16])
+    """
+    visible = chain_mask(query.shape[2], query.device).expand(query.shape[0], -1, -1)
+    return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]
+
+
+def chain_mask(rows: int, device: torch.device) -> Int[Tensor, "1 rows words"]:
+    """The mask in which row i sees rows 0 to i."""
+    bits = torch.arange(WORD * max(1, -(-rows // WORD)), device=device) <= torch.arange(rows, device=device)[:, None]
+    weights = torch.bitwise_left_shift(torch.ones(WORD, dtype=torch.int64), torch.arange(WORD)).to(device)
+    words: Tensor = (bits.unflatten(-1, (-1, WORD)) * weights).sum(-1)
+    return words[None]
+
+
+def _reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """The definition in plain torch, in float32 or wider."""
+    query = call.query
+    exact = torch.promote_types(query.dtype, torch.float32)
+    keys, values = _decoded(call.keys, call.key_scales, exact), _decoded(call.values, call.value_scales, exact)
+    if call.blocks is not None:
+        keys, values = (_unpaged(pages, call.blocks) for pages in (keys, values))
+    groups = query.shape[1] // keys.shape[1]
+    packed = query.to(exact).unflatten(1, (keys.shape[1], groups)).flatten(2, 3)  # [batch, kv_heads, group x rows, dim]
+    scores = (packed @ keys.transpose(-1, -2) * call.scale).unflatten(2, (groups, -1)).flatten(1, 2)
+    if call.softcap is not None:
+        scores = call.softcap * (scores / call.softcap).tanh()
+    mask = visible_slots(call, slots=keys.shape[2])
+    scores = scores.masked_fill(~mask[:, None], -torch.inf)
+    top = scores.amax(-1, keepdim=True) if keys.shape[2] else scores.new_full((*scores.shape[:3], 1), -torch.inf)
+    empty = ~mask.any(-1)[:, None]
+    if call.sinks is not None:
+        sink = call.sinks.to(exact)[None, :, None, None]
+        top = torch.maximum(top, sink)
+    weights = (scores - top.masked_fill(empty.unsqueeze(-1), 0)).exp()
+    total = weights.sum(-1, keepdim=True)
+    if call.sinks is not None:
+        total = total + (sink - top).exp()
+    weights = (weights / total.masked_fill(empty.unsqueeze(-1), 1)).unflatten(1, (keys.shape[1], groups)).flatten(2, 3)
+    # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
+    broken = ~values.isfinite().all(-1)
+    output = (weights @ values.masked_fill(broken.unsqueeze(-1), 0)).unflatten(2, (groups, -1)).flatten(1, 2)
+    reached = (mask[:, None] & broken[:, :, None]).any(-1).repeat_interleave(groups, 1)
+    output = output.masked_fill(reached.unsqueeze(-1), torch.nan)
+    lse = (total.log() + top).squeeze(-1).masked_fill(empty, -torch.inf)
+    return output.to(query.dtype), lse
+
+
+def visible_slots(call: AttentionCall, slots: int) -> Bool[Tensor, "batch rows slots"]:
+    """Which of the first `slots` slots each node sees; see the head of this file."""
+    visible, lengths, depths, window = call.visible, call.lengths, call.pending_depths, call.window
+    rows, pending = visible.shape[1], depths.shape[1]
+    bits = torch.bitwise_right_shift(visible.unsqueeze(-1), torch.arange(WORD, device=visible.device)) & 1
+    drafted = bits.flatten(-2)[..., :pending].bool()
+    slot = torch.arange(slots, device=lengths.device)
+    committed = slot < lengths[:, None]
+    if call.starts is not None:
+        committed = committed & (slot >= call.starts[:, None])
+    committed = committed[:, None] & drafted.any(-1, keepdim=True)
+    if window is not None:
+        own = depths[:, pending - rows :, None]
+        committed = committed & (lengths[:, None, None] + own - slot < window)
+        drafted = drafted & (own - depths[:, None] < window)
+    offset = slot - lengths[:, None]
+    inside = (offset >= 0) & (offset < pending)
+    index = offset.clamp(0, max(pending - 1, 0))[:, None].expand(-1, rows, -1)
+    return committed | (drafted.gather(2, index) & inside[:, None])
+
+
+def _decoded(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Stored numbers times their scales."""
+    return rows.to(dtype) if scales is None else rows.to(dtype) * scales.to(dtype)
+
+
+def _unpaged(pages: Tensor, blocks: Tensor) -> Tensor:
+    """A cache in pages as `[batch, kv_heads, slots, dim]`."""
+    return pages[blocks].transpose(1, 2).flatten(2, 3)

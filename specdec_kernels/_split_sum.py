@@ -1,0 +1,93 @@
+"""The second half of split-KV attention: adds up the runs of slots that were attended to side by side."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = tl.constexpr(1.4426950408889634)
+_COLUMNS = 128  # value dimensions that one program adds up
+
+
+def combine(
+    parts: Tensor, tops: Tensor, totals: Tensor, sinks: Tensor | None, output: Tensor, lse: Tensor, *, ordered: bool
+) -> None:
+    """Fills `output` and `lse` from the sums, maxima (base 2) and denominators `[batch, heads, rows, splits, ...]`."""
+    batch, heads, rows, splits, value_dim = parts.shape
+    _combine[(batch * heads * rows, triton.cdiv(value_dim, _COLUMNS))](
+        parts,
+        tops,
+        totals,
+        sinks,
+        output,
+        lse,
+        *output.stride(),
+        heads,
+        rows,
+        VALUE_DIM=value_dim,
+        COLUMNS=min(_COLUMNS, triton.next_power_of_2(value_dim)),
+        SPLITS=splits,
+        SPLITS_PADDED=triton.next_power_of_2(splits),
+        ORDERED=ordered,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["heads", "rows"])
+def _combine(
+    parts,
+    tops,
+    totals,
+    sinks,
+    output,
+    lse,
+    output_batch,
+    output_head,
+    output_row,
+    output_dim,
+    heads,
+    rows,
+    VALUE_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PADDED: tl.constexpr,
+    ORDERED: tl.constexpr,
+):
+    """Adds up the runs of one row. Ordered: one after the other, so that empty runs before or after change nothing."""
+    place = tl.program_id(0).to(tl.int64)
+    row, head, batch = place % rows, (place // rows) % heads, place // rows // heads
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < VALUE_DIM
+    split = tl.arange(0, SPLITS_PADDED)
+    top = tl.load(tops + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
+    total = tl.load(totals + place * SPLITS + split, mask=split < SPLITS, other=0.0)
+    most = tl.max(top, 0)
+    # A row with a broken value has a total of NaN, which must win over the test for emptiness.
+    used = (most > float("-inf")) | (tl.max((total != total).to(tl.int32), 0) > 0)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        most = tl.where(used, tl.maximum(most, sink), most)
+    base = tl.where(most == float("-inf"), 0.0, most)
+    if ORDERED:
+        whole = 0.0
+        acc = tl.zeros([COLUMNS], tl.float32)
+        for index in range(SPLITS):
+            part_top = tl.load(tops + place * SPLITS + index)
+            part_total = tl.load(totals + place * SPLITS + index)
+            fade = tl.exp2(part_top - base)
+            part = tl.load(parts + (place * SPLITS + index) * VALUE_DIM + column, mask=inside, other=0.0)
+            whole += part_total * fade
+            acc += part * fade
+    else:
+        fade = tl.exp2(top - base)
+        whole = tl.sum(total * fade, 0)
+        kept = (split < SPLITS)[:, None] & inside[None, :]
+        part = tl.load(parts + (place * SPLITS + split)[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
+        acc = tl.sum(part * fade[:, None], 0)
+    if sinks is not None:
+        whole = tl.where(used, whole + tl.exp2(sink - base), 0.0)
+    whole = tl.where(used, whole, 1.0)
+    acc = tl.where(used, acc / whole, 0.0)
+    outputs = output + batch * output_batch + head * output_head + row * output_row
+    tl.store(outputs + column * output_dim, acc.to(output.dtype.element_ty), mask=inside)
+    if tl.program_id(1) == 0:
+        tl.store(lse + place, tl.where(used, (base + tl.log2(whole)) / LOG2E, float("-inf")))

@@ -1,0 +1,335 @@
+"""Split-KV attention of tree nodes: one pass over the cache for all nodes and all query heads of a group.
+
+A work item takes a tile of rows (nodes times the heads of a group, packed), one key/value head of one batch row, and a
+run of slots. It keeps an unnormalised sum, the running maximum and the running denominator (flash attention); a second
+kernel adds the runs up. Only the tiles that hold the tree, the first visible slots or the edge of a window test a
+mask. Maxima and logarithms are in base 2 until the end.
+
+The layout of the arguments is that of `specdec.ops.tree_attention`, which checks them.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels._split_sum import LOG2E, combine
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Dtypes of queries and cache that the kernel takes."""
+
+
+def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
+    """Output `[batch, heads, rows, value_dim]` and the natural logarithm of the denominators `[batch, heads, rows]`.
+
+    Args:
+        call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
+        plan: how the work is cut (`specdec.ops._attention_plan.AttentionPlan`).
+    """
+    query, keys, values, visible, blocks = call.query, call.keys, call.values, call.visible, call.blocks
+    depths, sinks, window, softcap = call.pending_depths, call.sinks, call.window, call.softcap
+    batch, heads, rows, dim = query.shape
+    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    groups = heads // kv_heads
+    # Rows before heads in memory, so that the next projection reads it without a copy.
+    output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
+    lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
+    split = plan.splits > 1
+    parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=torch.float32)
+    tops, totals = query.new_empty((2, batch, heads, rows, plan.splits) if split else (2, 0), dtype=torch.float32)
+    query_blocks = triton.cdiv(rows * groups, plan.block)
+    page = keys.shape[2] if blocks is not None else 0
+    _attend[(batch * kv_heads * query_blocks, plan.splits)](
+        query,
+        keys,
+        values,
+        visible,
+        call.lengths,
+        depths,
+        call.starts,
+        blocks,
+        call.key_scales,
+        call.value_scales,
+        sinks,
+        output,
+        lse,
+        parts,
+        tops,
+        totals,
+        *query.stride(),
+        *keys.stride(),
+        *values.stride(),
+        *_strides(call.key_scales),
+        *_strides(call.value_scales),
+        *visible.stride(),
+        depths.stride(0),
+        depths.stride(1),
+        0 if blocks is None else blocks.stride(0),
+        *output.stride(),
+        call.lengths.stride(0),
+        call.scale,
+        0.0 if softcap is None else softcap,
+        0 if window is None else window,
+        rows,
+        depths.shape[1],
+        query_blocks,
+        GROUPS=groups,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        DIM_PADDED=max(16, triton.next_power_of_2(dim)),
+        VALUE_PADDED=max(16, triton.next_power_of_2(value_dim)),
+        WORDS=visible.shape[2],
+        PAGE=page,
+        BLOCK=plan.block,
+        TILE=plan.tile,
+        SPLITS=plan.splits,
+        SPLIT_TILES=plan.split_tiles,
+        WINDOWED=window is not None,
+        CAPPED=softcap is not None,
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+    )
+    if split:
+        combine(parts, tops, totals, sinks, output, lse, ordered=plan.split_tiles > 0)
+    return output, lse
+
+
+def _strides(scales: Tensor | None) -> tuple[int, int, int]:
+    return (0, 0, 0) if scales is None else scales.stride()[:3]
+
+
+@triton.jit(do_not_specialize=["window", "rows", "pending", "query_blocks"])
+def _attend(
+    query,
+    keys,
+    values,
+    visible,
+    lengths,
+    depths,
+    starts,
+    blocks,
+    key_scales,
+    value_scales,
+    sinks,
+    output,
+    lse,
+    parts,
+    tops,
+    totals,
+    query_batch,
+    query_head,
+    query_row,
+    query_dim,
+    key_batch,
+    key_head,
+    key_slot,
+    key_dim,
+    value_batch,
+    value_head,
+    value_slot,
+    value_dim,
+    key_scale_batch,
+    key_scale_head,
+    key_scale_slot,
+    value_scale_batch,
+    value_scale_head,
+    value_scale_slot,
+    visible_batch,
+    visible_row,
+    visible_word,
+    depth_batch,
+    depth_row,
+    block_batch,
+    output_batch,
+    output_head,
+    output_row,
+    output_dim,
+    length_batch,
+    scale,
+    softcap,
+    window,
+    rows,
+    pending,
+    query_blocks,
+    GROUPS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+    WORDS: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_TILES: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    # Tiles of rows over the same slots run next to each other, so that the second one finds the cache in L2.
+    item, split = tl.program_id(0), tl.program_id(1)
+    kv_head = (item // query_blocks) % KV_HEADS
+    batch = (item // query_blocks // KV_HEADS).to(tl.int64)
+    packed = (item % query_blocks) * BLOCK + tl.arange(0, BLOCK)
+    row = packed // GROUPS
+    head = kv_head * GROUPS + packed % GROUPS
+    exists = row < rows
+    row = tl.where(exists, row, 0)
+
+    length = tl.load(lengths + batch * length_batch).to(tl.int32)
+    start = 0
+    if starts is not None:
+        start = tl.load(starts + batch).to(tl.int32)
+    masks = visible + batch * visible_batch + row.to(tl.int64) * visible_row
+    used = tl.zeros([BLOCK], tl.int64)
+    for word in tl.static_range(WORDS):
+        used |= tl.load(masks + word * visible_word, mask=exists, other=0)
+    used = used != 0
+    depths += batch * depth_batch
+    depth = tl.load(depths + (pending - rows + row).to(tl.int64) * depth_row, mask=used, other=0).to(tl.int32)
+
+    # The run of tiles of this work item, and the middle part of it in which every row sees every slot.
+    end_slot = length + pending
+    first_slot, all_from = start, start
+    if WINDOWED:
+        first_slot = tl.maximum(first_slot, length + tl.min(tl.where(used, depth, 1 << 30)) - window + 1)
+        all_from = tl.maximum(all_from, length + tl.max(depth) - window + 1)
+    first_tile, last_tile = first_slot // TILE, tl.cdiv(end_slot, TILE)
+    if SPLIT_TILES > 0:
+        begin = (first_tile // SPLIT_TILES + split) * SPLIT_TILES
+        end = tl.minimum(begin + SPLIT_TILES, last_tile)
+        begin = tl.maximum(begin, first_tile)
+    else:
+        run = tl.cdiv(last_tile - first_tile, SPLITS)
+        begin = first_tile + split * run
+        end = tl.minimum(begin + run, last_tile)
+    end = tl.where(tl.max(used.to(tl.int32)) > 0, tl.maximum(begin, end), begin)
+    tree_tile = length // TILE  # from here on, slots of the tree: never in the first part, which trusts all values
+    all_begin = tl.minimum(tl.maximum(tl.minimum(tl.cdiv(all_from, TILE), tree_tile), begin), end)
+    all_end = tl.minimum(tl.maximum(tree_tile, all_begin), end)
+
+    column = tl.arange(0, DIM_PADDED)
+    queries = query + batch * query_batch + head.to(tl.int64) * query_head + row.to(tl.int64) * query_row
+    q = tl.load(
+        queries[:, None] + column.to(tl.int64)[None, :] * query_dim,
+        mask=used[:, None] & (column < DIM)[None, :],
+        other=0.0,
+    )
+    if blocks is not None:
+        blocks += batch * block_batch
+    kv_head = kv_head.to(tl.int64)
+    keys += kv_head * key_head
+    values += kv_head * value_head
+    if key_scales is not None:
+        key_scales += kv_head * key_scale_head
+    if value_scales is not None:
+        value_scales += kv_head * value_scale_head
+
+    acc = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)
+    top = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(3):
+        low = begin if part == 0 else (all_begin if part == 1 else all_end)
+        high = all_begin if part == 0 else (all_end if part == 1 else end)
+        for tile in range(low, high):
+            slot = tile * TILE + tl.arange(0, TILE)
+            readable = (slot >= start) & (slot < end_slot)
+            if blocks is None:
+                page, inner = batch, slot.to(tl.int64)
+            else:
+                page = tl.load(blocks + slot // PAGE, mask=readable, other=0).to(tl.int64)
+                inner = (slot % PAGE).to(tl.int64)
+            k = _read(keys, page * key_batch + inner * key_slot, key_dim, readable, DIM, DIM_PADDED, part != 1)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+            if key_scales is not None:
+                places = key_scales + page * key_scale_batch + inner * key_scale_slot
+                scores *= tl.load(places, mask=readable, other=0.0)[None, :]
+            if CAPPED:
+                scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
+            else:
+                scores *= scale * LOG2E
+            places = page * value_batch + inner * value_slot
+            v = _read(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1).to(q.dtype)
+            value_scale = tl.full([TILE], 1.0, tl.float32)
+            if value_scales is not None:
+                places = value_scales + page * value_scale_batch + inner * value_scale_slot
+                value_scale = tl.load(places, mask=readable, other=0.0)
+            if part != 1:
+                seen = (slot < length)[None, :] & used[:, None]
+                offset = slot - length
+                drafted = (offset >= 0) & (slot < end_slot)
+                for word in tl.static_range(2 * WORDS):
+                    # Half a word at a time: 64-bit numbers would take twice the registers.
+                    half = tl.load(masks + (word // 2) * visible_word, mask=exists, other=0) >> (word % 2 * 32)
+                    here = drafted & (offset // 32 == word)
+                    seen |= ((half.to(tl.int32)[:, None] >> (offset & 31)[None, :]) & here.to(tl.int32)[None, :]) != 0
+                seen &= readable[None, :]
+                if WINDOWED:
+                    slot_depth = tl.load(depths + offset.to(tl.int64) * depth_row, mask=drafted, other=0).to(tl.int32)
+                    position = tl.where(drafted, length + slot_depth, slot)
+                    seen &= (length + depth)[:, None] - position[None, :] < window
+                scores = tl.where(seen, scores, float("-inf"))
+            if part == 2:
+                # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
+                broken = (tl.max(((v - v) != 0).to(tl.int32), 1) > 0) | ((value_scale - value_scale) != 0)
+                v = tl.where(broken[:, None], 0.0, v)
+                value_scale = tl.where(broken, 0.0, value_scale)
+                reached = tl.max((seen & broken[None, :]).to(tl.int32), 1) > 0
+                total = tl.where(reached, float("nan"), total)
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp2(scores - base[:, None])
+            fade = tl.exp2(top - base)
+            total = total * fade + tl.sum(weights, 1)
+            if value_scales is not None:
+                weights *= value_scale[None, :]
+            acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+            top = new_top
+
+    top = tl.where(used, top, float("-inf"))
+    total = tl.where(used, total, 0.0)
+    column = tl.arange(0, VALUE_PADDED)
+    inside = exists[:, None] & (column < VALUE_DIM)[None, :]
+    heads = KV_HEADS * GROUPS
+    place = (batch * heads + head) * rows + row
+    if SPLITS > 1:
+        tl.store(parts + (place * SPLITS + split)[:, None] * VALUE_DIM + column[None, :], acc, mask=inside)
+        tl.store(tops + place * SPLITS + split, top, mask=exists)
+        tl.store(totals + place * SPLITS + split, total, mask=exists)
+    else:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32) * LOG2E
+            new_top = tl.where(used, tl.maximum(top, sink), top)
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            fade = tl.exp2(top - base)
+            total = tl.where(used, total * fade + tl.exp2(sink - base), 0.0)
+            acc *= fade[:, None]
+            top = new_top
+        outputs = output + batch * output_batch + head.to(tl.int64) * output_head + row.to(tl.int64) * output_row
+        whole = tl.where(used, total, 1.0)
+        share = tl.where(used[:, None], acc / whole[:, None], 0.0)
+        tl.store(outputs[:, None] + column[None, :] * output_dim, share.to(output.dtype.element_ty), mask=inside)
+        tl.store(lse + place, (top + tl.log2(whole)) / LOG2E, mask=exists)
+
+
+@triton.jit
+def _read(base, place, stride, readable, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """A tile `[slots, width]` of keys or values; slots that may not be read are zeros."""
+    column = tl.arange(0, PADDED)
+    pointers = base + place[:, None] + column.to(tl.int64)[None, :] * stride
+    if MASKED:
+        return tl.load(pointers, mask=readable[:, None] & (column < WIDTH)[None, :], other=0.0)
+    elif WIDTH == PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _tanh(x):
+    """Hyperbolic tangent in base 2; beyond 15 it is 1 in float32."""
+    x = tl.minimum(tl.maximum(x, -15.0), 15.0)
+    return 1.0 - 2.0 / (tl.exp2(x * LOG2E * 2.0) + 1.0)

@@ -1,0 +1,56 @@
+"""How attention work is cut: enough work items, never more than there is work, and what the article calculates."""
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec import ops
+from specdec.ops import _attention_plan
+from specdec.ops._attention_plan import Device
+
+SHAPES = st.builds(
+    ops.AttentionShape,
+    batch=st.integers(1, 64),
+    heads=st.sampled_from([8, 16, 32]),
+    kv_heads=st.sampled_from([1, 2, 4, 8]),
+    rows=st.integers(1, 128),
+    slots=st.integers(1, 70_000),
+    dim=st.sampled_from([64, 80, 96, 128, 192, 256, 512]),
+)
+
+
+@given(SHAPES, st.integers(1, 200), st.sampled_from([227, 163, 99, 64]), st.booleans())
+def test_a_plan_fits_the_kernel(
+    shape: ops.AttentionShape, multiprocessors: int, shared: int, deterministic: bool
+) -> None:
+    plan = _attention_plan.make_plan(shape, Device(multiprocessors, shared * 1024), deterministic=deterministic)
+    assert plan.block in {16, 32, 64, 128}
+    assert plan.tile in {16, 32, 64}
+    assert _attention_plan._shared_bytes(shape, plan.block, plan.tile, plan.stages) <= shared * 1024
+    assert plan.splits >= 1
+    if deterministic:
+        assert plan.splits * plan.split_tiles * plan.tile >= shape.slots + _attention_plan.FIXED_SPLIT
+    else:
+        assert plan.splits == 1 or plan.splits * _attention_plan._FEWEST_TILES * plan.tile <= shape.slots + plan.tile
+        items = ops.occupancy(shape, multiprocessors=multiprocessors)
+        assert items.splits == 1 or items.work_items <= 2 * multiprocessors
+
+
+@given(SHAPES, st.integers(1, 200))
+def test_deterministic_runs_do_not_follow_batch_rows_or_device(shape: ops.AttentionShape, multiprocessors: int) -> None:
+    other = dataclasses.replace(shape, batch=shape.batch + 1)
+    first, second = (
+        _attention_plan.make_plan(each, Device(count), deterministic=True)
+        for each, count in ((shape, multiprocessors), (other, 132))
+    )
+    assert (first.tile, first.split_tiles) == (second.tile, second.split_tiles)
+
+
+def test_bytes_and_occupancy() -> None:
+    shape = ops.AttentionShape(batch=2, heads=32, kv_heads=8, rows=16, slots=1024, dim=128, value_dim=64)
+    assert shape.cache_bytes == 2 * 8 * 1024 * (128 + 64) * 2
+    whole = ops.occupancy(shape, multiprocessors=132)
+    assert whole.unsplit == 16
+    assert whole.per_multiprocessor == whole.work_items / 132
+    assert "2 query" not in str(whole)
