@@ -27,6 +27,17 @@ GROWTH = 256
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "dummy"}
 
 
+def grown(visible: int, end: int) -> int:
+    """Slots of a new buffer for slots `visible .. end` and those that follow: a step of one fixed ladder.
+
+    Which step a text needs does not depend on how it got there, so memory can be told beforehand.
+    """
+    slots = GROWTH
+    while slots < end - visible + GROWTH:
+        slots += max(GROWTH, slots // 4)
+    return slots
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class WritePlan:
     """Where the rows of one forward go: `start` slots per batch row, as one number if all rows agree.
@@ -136,7 +147,7 @@ class RowLayer(compat.CacheLayerMixin):
         slots = self.stored["keys"].slots
         if end - self.base <= slots:
             return
-        capacity = end - visible + max(GROWTH, (end - visible) // 4)
+        capacity = grown(visible, end)
         for rows in self.stored.values():
             rows.resize(capacity, min(visible - self.base, slots), slots)
         self.base = visible
@@ -201,7 +212,7 @@ class RowCache(compat.Cache):
         types, arguments = compat.get_layer_types_and_kwargs(decoder)
         check_layer_types(types)
         kv = kv if kv is not None else KVCacheConfig()
-        for dim in compat.head_dims(decoder):
+        for dim in {dim for _, dim in compat.kv_shapes(decoder)}:
             for kind in set(types) - {"dummy"}:
                 kv.for_layer(kind).bits_per_element(dim)  # raises where a codec cannot store rows of this length
         super().__init__(

@@ -58,11 +58,17 @@ def has_layer_types(config: Any) -> bool:
     return hasattr(config.get_text_config(decoder=True), "layer_types")
 
 
-def head_dims(config: Any) -> set[int]:
-    """Dimensions of the attention heads; a model whose layers differ has a configuration for each."""
+def kv_shapes(config: Any) -> list[tuple[int, int]]:
+    """Key/value heads of each layer, and their dimension; a model whose layers differ has a configuration for each."""
     layers = getattr(config, "per_layer_config", None)
-    layers = [config] if not layers else [layers[index] for index in range(config.num_hidden_layers)]
-    return {getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads for layer in layers}
+    layers = [layers[index] if layers else config for index in range(config.num_hidden_layers)]
+    return [
+        (
+            getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
+            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
+        )
+        for layer in layers
+    ]
 
 
 __all__ = [
@@ -76,7 +82,7 @@ __all__ = [
     "attention_implementation",
     "get_layer_types_and_kwargs",
     "has_layer_types",
-    "head_dims",
+    "kv_shapes",
     "pad_token",
     "prefill",
     "prompt_length",

@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": (
         "GPT2Config",
         "GPT2LMHeadModel",
-        {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 64},
+        {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 512, "n_inner": 64, "num_key_value_heads": None},
     ),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 8}),
     "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", {}),

@@ -1,0 +1,69 @@
+"""What the key/value cache of a request will take, before anything is run."""
+
+from collections import defaultdict
+from typing import Any
+
+from specdec.hf import cache as caches
+from specdec.hf import compat
+from specdec.kv import KVCacheConfig
+
+
+def estimate_memory(
+    model: Any,
+    *,
+    prompt: int,
+    new_tokens: int,
+    nodes: int = 15,
+    batch: int = 1,
+    cache: KVCacheConfig | None = None,
+) -> int:
+    """Bytes that the target's cache takes at its largest, growth of its buffers included.
+
+    While a buffer grows, the old one of that layer is still there; that comes on top for a moment. Rows of a batch that
+    advance unevenly may take one step of the buffers' ladder more (up to a quarter), and more on sliding layers.
+
+    Args:
+        model: the model, for its configuration and dtype.
+        prompt: tokens of the longest prompt of the batch.
+        new_tokens: tokens that every row generates.
+        nodes: tree budget; a verify pass writes one row more.
+        batch: batch rows.
+        cache: codecs of keys and values; None stores them as they are.
+
+    Example:
+        >>> from specdec import kv
+        >>> from specdec.hf import estimate_memory
+        >>> from specdec.testing import tiny_model
+        >>> model = tiny_model("llama")
+        >>> plain = estimate_memory(model, prompt=1000, new_tokens=200)
+        >>> estimate_memory(model, prompt=1000, new_tokens=200, cache=kv.INT8) < plain / 3  # the model is in float64
+        True
+    """
+    decoder = model.config.get_text_config(decoder=True)
+    types, arguments = compat.get_layer_types_and_kwargs(decoder)
+    kv = cache if cache is not None else KVCacheConfig()
+    # Bytes of a slot, over all layers with the same window.
+    slot: dict[int | None, float] = defaultdict(float)
+    for kind, kwargs, (heads, dim) in zip(types, arguments, compat.kv_shapes(decoder), strict=True):
+        if kind != "dummy":
+            config = kv.for_layer(kind)
+            bits = sum(codec.bits_per_element(dim, model.dtype) for codec in (config.keys, config.values))
+            slot[kwargs.get("sliding_window")] += batch * heads * dim * bits / 8
+    sizes = {window: _slots(window, prompt, new_tokens, nodes + 1) for window in slot}
+    # Sliding layers are largest right after the prompt, others at the end.
+    moments = zip(*([slot[window] * slots for slots in sizes[window]] for window in slot), strict=True)
+    return round(max(map(sum, moments), default=0.0))
+
+
+def _slots(window: int | None, prompt: int, new_tokens: int, width: int) -> list[int]:
+    """Slots of a layer's buffers after the prompt and after each token; follows `RowLayer`."""
+    layer = caches.RowLayer(window)
+    held: list[int] = [0]
+    # The last token is never run, and right before it nothing is drafted any more.
+    for length in (0, *range(prompt, prompt + new_tokens - 2)):
+        end = length + width if length else prompt
+        visible = layer.first_visible(length)
+        grows = end - layer.base > held[-1]
+        held.append(caches.grown(visible, end) if grows else held[-1])
+        layer.base = visible if grows else layer.base
+    return held[1:]

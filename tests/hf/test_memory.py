@@ -1,0 +1,53 @@
+"""The estimate of a cache's memory is what the cache then takes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import SpeculativeGenerator, kv, trees
+from specdec.hf import cache, estimate_memory
+from specdec.hf.cache import RowCache
+from specdec.testing import FAMILIES, OracleDrafter
+from specdec.types import DraftTree, TargetLaw
+from specdec.verify import StepRule
+from tests import helpers
+
+
+class RejectAll(StepRule):
+    """Keeps no draft, so that all rows advance together."""
+
+    def step(
+        self, tree: DraftTree, node: Tensor, law: TargetLaw, *, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return law.draw(generator), torch.full_like(node, -1)
+
+
+STAR = trees.Fixed([(rank,) for rank in range(3)])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("codecs", [None, kv.INT8, kv.KVCacheConfig(keys=kv.Int4(group=4), values=kv.Int4(group=4))])
+def test_e20_an_estimate_is_within_a_tenth(
+    family: str, codecs: kv.KVCacheConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "GROWTH", 4)
+    sizes, windows = [0], set[int | None]()
+    keep = RowCache.keep
+
+    def measured(self: RowCache, *arguments: Any) -> None:
+        sizes.append(sum(rows.bytes for layer in self.row_layers for rows in layer.stored.values()))
+        windows.update(layer.sliding_window for layer in self.row_layers)
+        keep(self, *arguments)
+
+    monkeypatch.setattr(RowCache, "keep", measured)
+    target = helpers.model(family)
+    never = OracleDrafter(torch.zeros(4, 100, dtype=torch.int64), [0])
+    SpeculativeGenerator(target, never, STAR, RejectAll(), codecs).generate(
+        **helpers.batch(helpers.FOUR), max_new_tokens=40, do_sample=False
+    )
+    request: dict[str, Any] = {"prompt": 17, "nodes": 3, "batch": 4, "cache": codecs}
+    assert estimate_memory(target, new_tokens=40, **request) == pytest.approx(max(sizes), rel=0.1)
+    longer = estimate_memory(target, new_tokens=400, **request) / max(sizes)
+    assert longer > 2 if None in windows else longer < 1.3
