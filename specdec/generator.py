@@ -7,7 +7,7 @@ rounds run on what it prepared. `generate` folds over `rounds`, so the two can n
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from specdec import rounds as loop
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import arguments, compat, support
 from specdec.hf.attention import Attention
+from specdec.hf.cache import RowCache
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
 from specdec.hf.target import ModelTarget
@@ -100,6 +101,9 @@ class SpeculativeGenerator:
             ("controller", controller, Controller),
         ):
             _check_part(name, part, protocol)
+        RowCache(model.config, cache)  # raises where a codec cannot store rows of this model
+        if attention not in get_args(Attention):
+            raise UnsupportedError(f"attention must be one of {', '.join(get_args(Attention))}, got {attention!r}.")
         self.model: Any = model
         self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
         self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
@@ -117,7 +121,9 @@ class SpeculativeGenerator:
     def __repr__(self) -> str:
         model, drafter, controller = (type(part).__name__ for part in (self.model, self.drafter, self.controller))
         verifier = "a lossless verifier" if self.verifier is None else type(self.verifier).__name__
-        return f"<SpeculativeGenerator: {model}, {drafter}, {self.tree!r}, {verifier}, {controller}>"
+        parts = [model, drafter, repr(self.tree), verifier, controller, f"attention={self.attention}"]
+        parts += [] if self.cache is None else [repr(self.cache)]
+        return f"<SpeculativeGenerator: {', '.join(parts)}>"
 
     def generate(
         self,

@@ -288,7 +288,10 @@ class KVCodec(Protocol):
         """What is learned once from the first rows of a text (where `real`), `[batch, heads, 1, ...]` each."""
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
-        """The rows as tensors `[*lead, ...]` with the leading dimensions of the rows."""
+        """The rows as a tuple of tensors `[*lead, ...]` with the leading dimensions of the rows.
+
+        Called with no rows (`[batch, heads, 0, dim]`) before the first ones, to learn what buffers to make.
+        """
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32

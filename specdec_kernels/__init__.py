@@ -5,9 +5,6 @@ Use the ops, not these modules: the ops check their arguments, and fall back to 
 
 import triton
 
-NAMES = frozenset({"tree_attention"})
-"""Ops that have a kernel."""
-
 
 def interpreted() -> bool:
     """Whether triton interprets kernels in Python, on CPU tensors (`TRITON_INTERPRET=1`); for tests."""

@@ -256,7 +256,8 @@ def test_a_closed_request_makes_room_for_the_next():
 def test_a_generator_shows_its_parts():
     generator = SpeculativeGenerator(helpers.model(), tree=trees.Chain(4), controller=control.Goodput())
     assert repr(generator) == (
-        "<SpeculativeGenerator: LlamaForCausalLM, PromptLookupDrafter, Chain(nodes=4), a lossless verifier, Goodput>"
+        "<SpeculativeGenerator: LlamaForCausalLM, PromptLookupDrafter, Chain(nodes=4), a lossless verifier, Goodput, "
+        "attention=auto>"
     )
 
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+from specdec.errors import UnsupportedError
 from specdec.hf import cache as caches
 from specdec.hf import compat
 from specdec.kv import KVCacheConfig
@@ -30,6 +31,9 @@ def estimate_memory(
         batch: batch rows.
         cache: codecs of keys and values; None stores them as they are.
 
+    Raises:
+        UnsupportedError: for arguments of another kind.
+
     Example:
         >>> from specdec import kv
         >>> from specdec.hf import estimate_memory
@@ -39,6 +43,14 @@ def estimate_memory(
         >>> estimate_memory(model, prompt=1000, new_tokens=200, cache=kv.INT8) < plain / 3  # the model is in float64
         True
     """
+    numbers: dict[str, Any] = {"prompt": prompt, "new_tokens": new_tokens, "nodes": nodes, "batch": batch}
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 0:
+            raise UnsupportedError(f"estimate_memory: {name} is a number of tokens or rows, 0 or more, got {number!r}.")
+    if cache is not None and not isinstance(cache, KVCacheConfig):
+        raise UnsupportedError(f"estimate_memory: cache= takes a kv.KVCacheConfig, got {type(cache).__name__}.")
+    if not hasattr(model, "config"):
+        raise UnsupportedError(f"estimate_memory: model= takes a transformers model, got {type(model).__name__}.")
     decoder = model.config.get_text_config(decoder=True)
     types, arguments = compat.get_layer_types_and_kwargs(decoder)
     kv = cache if cache is not None else KVCacheConfig()

@@ -1,12 +1,13 @@
 """The keys, or the values, of one layer: encoded rows in preallocated buffers, one for each part of their code."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specdec.errors import ShapeError
 from specdec.protocols import KVCodec
 
 Place: TypeAlias = slice | tuple[Tensor, Tensor]
@@ -58,7 +59,15 @@ class Rows:
         """Learns what the codec needs from the first rows of a text, and makes empty buffers like their code."""
         self._dtype = rows.dtype
         self.state = self.codec.fit(rows, real)
-        self.parts = self.codec.encode(rows[:, :, :0], self.state)
+        parts: Any = self.codec.encode(rows[:, :, :0], self.state)
+        lead = (*rows.shape[:2], 0)
+        if not isinstance(parts, tuple) or not all(isinstance(p, Tensor) and p.shape[:3] == lead for p in parts):
+            shown = [tuple(p.shape) for p in parts if isinstance(p, Tensor)] if isinstance(parts, tuple) else parts
+            raise ShapeError(
+                f"{type(self.codec).__name__}.encode must answer with a tuple of tensors whose first dimensions are "
+                f"those of the rows, {list(lead)} for no rows yet, got {shown!r}."
+            )
+        self.parts = parts
 
     def resize(self, slots: int, first: int, last: int) -> None:
         """Moves slots `first .. last` to the front of new buffers."""

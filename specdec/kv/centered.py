@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specdec.kv._checks import require_codec
 from specdec.protocols import KVCodec
 
 
@@ -29,6 +30,9 @@ class Centered:
     """
 
     inner: KVCodec
+
+    def __post_init__(self) -> None:
+        require_codec("Centered", self.inner)
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """As `inner`: one mean per batch row and head does not count."""

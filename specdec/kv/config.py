@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from specdec.errors import UnsupportedError
+from specdec.kv._checks import require_codec
 from specdec.kv.centered import Centered
 from specdec.kv.fp8 import FP8
 from specdec.kv.hadamard import Hadamard
@@ -38,9 +40,13 @@ class KVCacheConfig:
     layers: Mapping[str, "KVCacheConfig"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, codec in (("keys", self.keys), ("values", self.values)):
-            if isinstance(codec, type) or not isinstance(codec, KVCodec):
-                raise UnsupportedError(f"KVCacheConfig: {name}= takes a codec such as kv.Int8(), got {codec!r}.")
+        require_codec("KVCacheConfig: keys=", self.keys)
+        require_codec("KVCacheConfig: values=", self.values)
+        layers: Any = self.layers
+        if not isinstance(layers, Mapping) or not all(isinstance(inner, KVCacheConfig) for inner in layers.values()):
+            raise UnsupportedError(
+                f"KVCacheConfig: layers= takes {{layer type: KVCacheConfig(...)}}, got {self.layers!r}."
+            )
         unknown = set(self.layers) - {"full_attention", "sliding_attention"}
         if unknown:
             raise UnsupportedError(

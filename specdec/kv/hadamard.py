@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specdec.kv._checks import require_codec
 from specdec.ops.hadamard import hadamard
 from specdec.protocols import KVCodec
 
@@ -30,6 +31,9 @@ class Hadamard:
     """
 
     inner: KVCodec
+
+    def __post_init__(self) -> None:
+        require_codec("Hadamard", self.inner)
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """As `inner`: a rotation stores nothing."""

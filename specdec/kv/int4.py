@@ -1,5 +1,6 @@
 """Four-bit integers with a scale and a zero point for each group of neighbouring channels."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +69,10 @@ class Int4:
 
     def _check(self, dim: int) -> None:
         if dim % self.group or dim % 2:
-            raise ShapeError(f"Int4: rows of {dim} numbers have no whole groups of {self.group}; give another group.")
+            raise ShapeError(
+                f"Int4: rows of {dim} numbers have no whole groups of {self.group}; give it a group that divides "
+                f"{dim}, such as Int4(group={math.gcd(dim, self.group)})."
+            )
 
 
 def to_half(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

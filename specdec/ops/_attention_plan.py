@@ -6,6 +6,8 @@ from functools import lru_cache
 
 import torch
 
+from specdec.errors import ShapeError
+
 FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
 
@@ -49,6 +51,13 @@ class AttentionShape:
     dim: int
     value_dim: int | None = None
     bytes_per_element: int = 2
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.kv_heads, self.dim) < 1 or self.heads % self.kv_heads:
+            raise ShapeError(
+                f"AttentionShape: {self.heads} query heads cannot share {self.kv_heads} key/value heads of dimension "
+                f"{self.dim}; all are 1 or more, and the first a multiple of the second."
+            )
 
     @property
     def cache_bytes(self) -> int:
@@ -137,7 +146,12 @@ def occupancy(
         device: a CUDA device to ask for its multiprocessors.
         multiprocessors: their number, instead of a device; 132 (an H100 or H200) if neither is given.
         deterministic: as in `tree_attention`.
+
+    Raises:
+        ShapeError: for a shape without work.
     """
+    if shape.batch * shape.rows * shape.slots == 0 or multiprocessors == 0:
+        raise ShapeError(f"occupancy: nothing to cut in {shape} for {multiprocessors} multiprocessors.")
     asked = device_of(device)
     if multiprocessors is not None:
         asked = dataclasses.replace(asked, multiprocessors=multiprocessors)

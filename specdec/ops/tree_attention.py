@@ -51,8 +51,10 @@ def tree_attention(
         keys: `[batch, kv_heads, slots, dim]`, or `[pages, kv_heads, page, dim]` with `blocks`; any strides.
         values: like `keys`; its last dimension may differ.
         visible: per node, which pending rows it sees: bit `j % 64` of word `j // 64` stands for pending row j, the node
-            itself included (`trees.topology.ancestors`). A node without any bit is empty and sees nothing.
-        lengths: committed slots per batch row; pending row j is at slot `lengths[b] + j`.
+            itself included (`trees.topology.ancestors`). A node without any bit is empty and sees nothing. Bits beyond
+            the pending rows must be clear.
+        lengths: committed slots per batch row, the pending rows not counted; pending row j is at slot
+            `lengths[b] + j`, and all of them must lie in the cache (checked where reading them is free, on a CPU).
         depths: depth of every pending row, of which the queries are the last ones. None says that all pending rows are
             queried and that a node's depth is the number of its ancestors.
         starts: first slot of a batch row that is no padding; None is 0.

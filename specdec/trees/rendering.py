@@ -48,7 +48,7 @@ def render(
     """
     if isinstance(tree, Round):
         if outcome is not None:
-            raise ValueError("render: a round brings its own outcome; give a tree to draw it with another.")
+            raise ValueError("render: a round brings its own outcome; name decode=, or give a tree with an outcome.")
         return render(tree.tree, tree.path, decode, row=row)
     batch = tree.tokens.shape[0]
     if row is not None and not 0 <= row < batch:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from specdec import SpeculativeGenerator, drafters, kv, ops, trees
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import attention
 from specdec.hf.attention import Columns, TreeContext
 from specdec.hf.rows import Encoded
@@ -75,7 +75,11 @@ CONTEXT = ModelTarget._tree_context
 )
 def test_a_wrong_context_is_noticed(wrong: Any, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelTarget, "_tree_context", wrong)
-    assert run(family, "ragged", "reference").output.tolist() != helpers.text("ragged", NEW, family).tolist()
+    try:
+        output = run(family, "ragged", "reference").output.tolist()
+    except ShapeError:  # the op's own check of lengths
+        return
+    assert output != helpers.text("ragged", NEW, family).tolist()
 
 
 def test_the_model_keeps_its_own_attention() -> None:

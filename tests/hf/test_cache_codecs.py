@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from specdec import SpeculativeGenerator, drafters, kv, trees
 from specdec.errors import ShapeError, UnsupportedError
@@ -14,7 +15,7 @@ from specdec.hf import cache as cache_module
 from specdec.hf.cache import RowCache
 from tests import helpers
 from tests.hf.dense import config
-from tests.kv.codecs import CODECS
+from tests.kv.codecs import CODECS, Digits
 
 NEW = 24
 HEAD_DIM = 16
@@ -137,11 +138,22 @@ def test_the_returned_cache_holds_the_decoded_rows() -> None:
     assert run.output.shape[1] == first.sequences.shape[1] + 8
 
 
-def test_a_codec_that_does_not_fit_is_refused_before_any_forward() -> None:
-    target = helpers.model("llama")  # heads of 12
-    with helpers.forwards(target) as calls, pytest.raises(ShapeError, match="rows of 12 numbers"):
-        SpeculativeGenerator(target, cache=kv.INT4).generate(**helpers.batch(helpers.ONE), max_new_tokens=2)
-    assert calls == []
+def test_a_codec_that_does_not_fit_is_refused_at_once() -> None:
+    with pytest.raises(ShapeError, match=r"rows of 12 numbers .* such as Int4\(group=4\)"):
+        SpeculativeGenerator(helpers.model("llama"), cache=kv.INT4)
+
+
+class Bare(Digits):
+    """Forgets the tuple."""
+
+    def encode(self, rows: Tensor, state: tuple[Tensor, ...] = ()) -> Any:
+        return rows
+
+
+def test_a_codec_that_answers_wrongly_is_named() -> None:
+    generator = SpeculativeGenerator(helpers.model(), cache=kv.KVCacheConfig(keys=Bare()))
+    with pytest.raises(ShapeError, match=r"Bare\.encode must answer with a tuple"):
+        generator.generate(**helpers.batch(helpers.ONE), max_new_tokens=2)
 
 
 def test_what_is_no_configuration_is_refused() -> None:

@@ -1,5 +1,6 @@
 """The estimate of a cache's memory is what the cache then takes."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -7,12 +8,28 @@ import torch
 from torch import Tensor
 
 from specdec import SpeculativeGenerator, kv, trees
+from specdec.errors import UnsupportedError
 from specdec.hf import cache, estimate_memory
 from specdec.hf.cache import RowCache
 from specdec.testing import FAMILIES, OracleDrafter
 from specdec.types import DraftTree, TargetLaw
 from specdec.verify import StepRule
 from tests import helpers
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"prompt": torch.zeros(1, 5)}, "prompt is a number"),
+        ({"batch": -1}, "batch is a number"),
+        ({"cache": kv.Int8()}, "takes a kv.KVCacheConfig, got Int8"),
+        ({"model": "llama"}, "takes a transformers model, got str"),
+    ],
+)
+def test_what_cannot_be_estimated_is_refused(change: dict[str, Any], message: str) -> None:
+    request = {"model": helpers.model(), "prompt": 5, "new_tokens": 4, **change}
+    with pytest.raises(UnsupportedError, match=message):
+        inspect.unwrap(estimate_memory)(request.pop("model"), **request)
 
 
 class RejectAll(StepRule):

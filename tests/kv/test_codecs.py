@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec import kv
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.kv import nvfp4
+from specdec.kv import _checks, nvfp4
 from specdec.protocols import KVCodec
 from tests.kv.codecs import CODECS
 from tests.trees.random_trees import caught
@@ -183,6 +183,7 @@ def _unchecked_fp8(scale: Any) -> kv.FP8:
     ("make", "error", "message"),
     [
         (lambda: _unchecked_fp8("row"), UnsupportedError, "'token' or 'head', got 'row'"),
+        (lambda: _checks.require_codec("Hadamard", kv.Int8), UnsupportedError, "Hadamard takes a codec such as"),
         (lambda: kv.Int4(group=0), UnsupportedError, "group must be 1 or more"),
         (lambda: kv.Int4().bits_per_element(80), ShapeError, "rows of 80 numbers have no whole groups of 32"),
         (lambda: kv.NVFP4().bits_per_element(24), ShapeError, "no whole blocks of 16"),

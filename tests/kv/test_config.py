@@ -39,6 +39,8 @@ def test_presets(preset: kv.KVCacheConfig, bits: float) -> None:
     [
         ({"keys": kv.Int8}, "takes a codec such as"),
         ({"values": "int8"}, "got 'int8'"),
+        ({"layers": {"sliding_attention": kv.Int8()}}, "takes {layer type: KVCacheConfig"),
+        ({"layers": [kv.INT8]}, "takes {layer type: KVCacheConfig"),
         ({"layers": {"linear_attention": kv.KVCacheConfig()}}, "names \\['linear_attention'\\]"),
         ({"layers": {"full_attention": kv.KVCacheConfig(layers={"full_attention": kv.INT8})}}, "inside layers="),
     ],

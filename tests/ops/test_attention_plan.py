@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import ops
+from specdec.errors import ShapeError
 from specdec.ops import _attention_plan
 from specdec.ops._attention_plan import Device
 
@@ -45,6 +47,18 @@ def test_deterministic_runs_do_not_follow_batch_rows_or_device(shape: ops.Attent
         for each, count in ((shape, multiprocessors), (other, 132))
     )
     assert (first.tile, first.split_tiles) == (second.tile, second.split_tiles)
+
+
+@pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 0}, {"dim": 0}])
+def test_a_shape_that_is_none_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ShapeError, match="cannot share"):
+        ops.AttentionShape(**{"batch": 1, "heads": 8, "kv_heads": 2, "rows": 1, "slots": 9, "dim": 64, **change})
+
+
+def test_nothing_cannot_be_cut() -> None:
+    empty = ops.AttentionShape(batch=1, heads=8, kv_heads=2, rows=1, slots=0, dim=64)
+    with pytest.raises(ShapeError, match="nothing to cut"):
+        ops.occupancy(empty)
 
 
 def test_bytes_and_occupancy() -> None:

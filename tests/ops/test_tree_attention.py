@@ -169,7 +169,7 @@ def test_an_empty_node_gives_zero(impl: ops.Impl) -> None:
 
 
 @pytest.mark.parametrize("impl", both())
-@pytest.mark.parametrize(("batch", "slots", "rows"), [(0, 5, 2), (2, 0, 1), (2, 4, 0)])
+@pytest.mark.parametrize(("batch", "slots", "rows"), [(0, 5, 2), (2, 1, 1), (2, 4, 0), (2, 0, 0)])
 def test_nothing_to_do(impl: ops.Impl, batch: int, slots: int, rows: int) -> None:
     query, cache = torch.randn(batch, 4, rows, 16), torch.randn(batch, 2, slots, 16)
     lengths, visible = torch.zeros(batch, dtype=torch.int64), torch.zeros(batch, rows, 1, dtype=torch.int64)
@@ -244,9 +244,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "another number of masks": ({"visible": GOOD["visible"][:, :3]}, "visible must be"),
     "a mask over the context": ({"visible": torch.ones(2, 4, 13, dtype=torch.bool)}, "int64 bit masks"),
     "masks that are too short": ({"visible": GOOD["visible"][:, :, :0]}, "masks of 1 words, got 0"),
-    "lengths of another batch": ({"lengths": torch.tensor([9])}, "lengths must be"),
-    "fewer depths than rows": ({"depths": GOOD["depths"][:, :2]}, "4 queries among 2 pending rows"),
+    "lengths of another batch": ({"lengths": torch.tensor([9])}, r"lengths must be a tensor \[2\], got \[1\]"),
+    "fewer depths than rows": ({"depths": GOOD["depths"][:, :2]}, "depths tell of 2 pending rows"),
     "sinks per group": ({"sinks": torch.zeros(2)}, "sinks must be"),
+    "lengths that count the tree": ({"lengths": torch.tensor([13, 9])}, "do not fit 13 slots"),
+    "negative lengths": ({"lengths": torch.tensor([-1, 5])}, "lengths -1 to 5"),
+    "a matrix that is not packed": ({"visible": torch.ones(2, 4, 4, dtype=torch.int64)}, "masks of 1 words, got 4"),
+    "whole numbers for queries": ({"query": GOOD["query"].long()}, "floating-point numbers, got torch.int64"),
+    "lengths in floating point": ({"lengths": torch.tensor([9.0, 5.0])}, "lengths must hold integers"),
     "an empty window": ({"window": 0}, "a window counts positions"),
     "a cap of zero": ({"softcap": 0.0}, "softcap must be above 0"),
     "another dtype": ({"keys": GOOD["keys"].half()}, "keys must be torch.float32 like query.*got torch.float16"),
