@@ -58,17 +58,21 @@ def main() -> None:
             measured = compare(plain, decode(model, window, CODECS[name]), window)
             sums[name] = sums.get(name, 0) + measured / len(windows)
         print(json.dumps({name: [round(float(x), 6) for x in row] for name, row in sums.items()}), flush=True)
+    write(sums, model.config.head_dim, len(windows), arguments.revision)
+
+
+def write(sums: dict[str, Tensor], dim: int, windows: int, revision: str | None = None) -> None:
+    """Writes the report from the means of what `compare` gives."""
     made = {}
-    dim = model.config.head_dim
     for name, (kl, top1, nll, early, late) in ((name, row.tolist()) for name, row in sums.items()):
         made[f"kl.{name}"] = report.figure(kl, "nats", "a plain cache, mean over tokens")
         made[f"top1.{name}"] = report.figure(top1, "share", "the plain cache's most likely token")
         made[f"perplexity.{name}"] = report.figure(torch.tensor(nll).exp().item(), "ratio", "a plain cache")
         made[f"kl_late_over_early.{name}"] = report.figure(late / early, "ratio", "the first quarter of the tokens")
-        bits = CODECS[name].bits_per_element(dim, torch.bfloat16)
+        bits = CODECS[name].bits_per_element(dim)
         made[f"bits.{name}"] = report.figure(bits, "bits", "16 of a plain cache in BF16")
-    versions = {**report.installed(), "text": f"{len(windows)} windows of {PROMPT} + {DECODED} tokens, prose and code"}
-    report.write("kv-codecs", made, device=report.cpu_name(), versions=versions, revision=arguments.revision)
+    versions = {**report.installed(), "text": f"{windows} windows of {PROMPT} + {DECODED} tokens, prose and code"}
+    report.write("kv-codecs", made, device=report.cpu_name(), versions=versions, revision=revision)
 
 
 def texts(prose: Path) -> Iterator[str]:
