@@ -1,7 +1,7 @@
 """Checks jaxtyping annotations while tests run, interprets kernels without a GPU, sets the hypothesis profiles."""
 
-import importlib
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -13,9 +13,9 @@ settings.register_profile("ci", max_examples=30, derandomize=True, **_COMMON)
 settings.register_profile("nightly", max_examples=300, **_COMMON)
 settings.load_profile("ci")  # `pytest --hypothesis-profile nightly` takes the other
 
-# Without a GPU, kernels run in triton's interpreter; this has to be said before they are imported.
+# Without a GPU, kernels run in triton's interpreter; triton reads this when it is imported.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    importlib.import_module("triton").knobs.runtime.interpret = True
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # Modules imported while the hook is active carry the checks for good.
 with install_import_hook(["specdec"], "beartype.beartype"):
