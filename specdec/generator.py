@@ -59,7 +59,7 @@ class SpeculativeGenerator:
         controller: how much to draft each round; None always drafts the full tree. `control.Goodput()` measures
             and drafts only what pays.
         attention: who computes the attention of verify forwards: the `model`'s own function with a mask, or
-            `ops.tree_attention` (`reference` or `triton`); `auto` takes the kernel on a GPU.
+            `ops.tree_attention` (`reference` or `triton`); `auto` takes the kernel where there is a GPU.
 
     Raises:
         UnsupportedError: if the model or the combination of parts cannot be served exactly.
@@ -88,7 +88,7 @@ class SpeculativeGenerator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
         controller: Controller | None = None,
-        attention: Attention = "auto",
+        attention: Attention = "model",
     ) -> None:
         """Checks the parts; runs nothing."""
         support.check_model(model)

@@ -91,7 +91,7 @@ def speculate(
     *,
     verifier: Verifier | None = None,
     codecs: KVCacheConfig | None = None,
-    attention: Attention = "auto",
+    attention: Attention = "model",
     **request: Any,
 ) -> Run:
     """One call of `SpeculativeGenerator.generate`; greedy unless asked otherwise."""

@@ -257,7 +257,7 @@ def test_a_generator_shows_its_parts():
     generator = SpeculativeGenerator(helpers.model(), tree=trees.Chain(4), controller=control.Goodput())
     assert repr(generator) == (
         "<SpeculativeGenerator: LlamaForCausalLM, PromptLookupDrafter, Chain(nodes=4), a lossless verifier, Goodput, "
-        "attention=auto>"
+        "attention=model>"
     )
 
 

@@ -83,7 +83,7 @@ def choose(
         return attention
     if attention == "auto":
         return None
-    raise UnsupportedError(f"attention={attention!r} cannot serve this request: {reason}. Use attention='auto'.")
+    raise UnsupportedError(f"attention={attention!r} cannot serve this request: {reason}. Use attention='model'.")
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def attend(
     context: TreeContext = kwargs[CONTEXT]
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError(f"{type(module).__name__} adds a bias by position; use attention='model'.")
-    window = context.windows[int(module.layer_idx)]  # type: ignore[arg-type]
+    window = context.windows[int(module.layer_idx)]  # type: ignore[arg-type]  # torch types attributes as modules
     columns = context.columns[window]
     device = query.device
     keys, key_scales, rotated = stored(key)

@@ -92,7 +92,7 @@ class RowLayer(compat.CacheLayerMixin):
         return self.stored["keys"].parts[0]
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:  # type: ignore[override]  # as above
         """The first part of the stored values."""
         return self.stored["values"].parts[0]
 

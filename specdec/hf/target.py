@@ -60,7 +60,7 @@ class ModelTarget:
         generation_config: GenerationConfig | None = None,
         feature_layers: Sequence[int] = (),
         cache: KVCacheConfig | None = None,
-        attention: Attention = "auto",
+        attention: Attention = "model",
     ) -> None:
         """Checks the model and prepares an empty cache; runs nothing."""
         support.check_model(model)
