@@ -1,4 +1,4 @@
-"""Split-KV attention of tree nodes: one pass over the cache for all nodes and all query heads of a group.
+"""Split-KV attention of tree nodes: one pass over the cache for a tile of nodes and query heads of a group.
 
 A work item takes a tile of rows (nodes times the heads of a group, packed), one key/value head of one batch row, and a
 run of slots. It keeps an unnormalised sum, the running maximum and the running denominator (flash attention); a second

@@ -1,4 +1,4 @@
-"""Attention of the nodes of a tree over a key/value cache, reading the cache once for all nodes and a group's heads.
+"""Attention of the nodes of a tree over a key/value cache, reading it once for a tile of nodes and a group's heads.
 
 The cache of a batch row holds its committed slots, and behind them one slot for each pending row in the order in which
 they were written. What a node sees among the pending rows is a bit mask, so a tree needs no mask over the context:
@@ -67,8 +67,8 @@ def tree_attention(
         softcap: `softcap * tanh(score / softcap)` before the mask; None for none.
         sinks: a logit per head that takes part in the softmax and has no value.
         return_lse: also return the natural logarithm of the softmax denominator, sinks included, -inf for empty nodes.
-        deterministic: fixes the runs of slots that are added up first, so that a node's result does not depend on the
-            batch, on other nodes, or on how large the cache is.
+        deterministic: fixes the runs of slots that are added up first, so that a node's sum does not depend on the
+            batch or on how large the cache is. Another number of nodes may be multiplied by other instructions.
         impl: which implementation runs; see `specdec.ops`.
 
     Returns:
@@ -142,14 +142,14 @@ def split_kv_attention(
         torch.Size([1, 4, 1, 16])
     """
     visible = chain_mask(query.shape[2], query.device).expand(query.shape[0], -1, -1)
-    return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]
+    return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]  # handed on
 
 
 def chain_mask(rows: int, device: torch.device) -> Int[Tensor, "1 rows words"]:
     """The mask in which row i sees rows 0 to i."""
-    bits = torch.arange(WORD * max(1, -(-rows // WORD)), device=device) <= torch.arange(rows, device=device)[:, None]
-    weights = torch.bitwise_left_shift(torch.ones(WORD, dtype=torch.int64), torch.arange(WORD)).to(device)
-    words: Tensor = (bits.unflatten(-1, (-1, WORD)) * weights).sum(-1)
+    seen = torch.arange(WORD * max(1, -(-rows // WORD)), device=device) <= torch.arange(rows, device=device)[:, None]
+    bits = seen.to(torch.int64).unflatten(-1, (-1, WORD))
+    words: Tensor = torch.bitwise_left_shift(bits, torch.arange(WORD, device=device)).sum(-1)
     return words[None]
 
 
