@@ -5,44 +5,30 @@ rounds run on what it prepared. `generate` folds over `rounds`, so the two can n
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, StopStringCriteria
-from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specdec import control, drafters, trees, verify
 from specdec import rounds as loop
 from specdec.errors import SpecdecError, UnsupportedError
-from specdec.hf import arguments, compat, support
+from specdec.hf import arguments, compat, device_rounds, support
 from specdec.hf.attention import Attention
 from specdec.hf.cache import RowCache
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
+from specdec.hf.request import Execution, Request
 from specdec.hf.target import ModelTarget
 from specdec.kv import KVCacheConfig
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
 from specdec.stats import GenerationStats
 from specdec.types import Round
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Request:
-    """One prepared call: what transformers resolved, bound to the parts that will serve it."""
-
-    target: ModelTarget
-    ledger: TokenLedger
-    records: Records
-    config: GenerationConfig
-    prompt: Tensor
-    streamer: Any
-    verifier: Verifier
-    nodes: int
-    generator: torch.Generator | None
 
 
 class SpeculativeGenerator:
@@ -60,6 +46,9 @@ class SpeculativeGenerator:
             and drafts only what pays.
         attention: who computes the attention of verify forwards: the `model`'s own function with a mask, or
             `ops.tree_attention` (`reference` or `triton`); `auto` takes the kernel where there is a GPU.
+        execution: where rounds run. `host`: part by part, with every option. `device`: each as one program on the
+            model's device, captured as a CUDA graph where there is one; what that cannot serve is refused. `auto`:
+            on the device where it can be.
 
     Raises:
         UnsupportedError: if the model or the combination of parts cannot be served exactly.
@@ -89,6 +78,7 @@ class SpeculativeGenerator:
         *,
         controller: Controller | None = None,
         attention: Attention = "model",
+        execution: Execution = "host",
     ) -> None:
         """Checks the parts; runs nothing."""
         support.check_model(model)
@@ -100,16 +90,18 @@ class SpeculativeGenerator:
             ("verifier", verifier, Verifier),
             ("controller", controller, Controller),
         ):
-            _check_part(name, part, protocol)
+            arguments.check_part(name, part, protocol)
         RowCache(model.config, cache)  # raises where a codec cannot store rows of this model
         if attention not in get_args(Attention):
             raise UnsupportedError(f"attention must be one of {', '.join(get_args(Attention))}, got {attention!r}.")
+        if execution not in get_args(Execution):
+            raise UnsupportedError(f"execution must be one of {', '.join(get_args(Execution))}, got {execution!r}.")
         self.model: Any = model
         self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
         self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
         self.verifier = verifier
         self.cache = cache
-        self.attention = attention
+        self.attention, self.execution = attention, execution
         self.tokenizer = tokenizer
         self.controller: Controller = controller if controller is not None else control.Always()
         if verifier is not None:
@@ -117,6 +109,7 @@ class SpeculativeGenerator:
         self.stats = GenerationStats()
         self._generate: Callable[..., Any] = _plain_generate(model)
         self._serving: Request | None = None
+        self._programs, self._compiled = device_rounds.Programs(), False
 
     def __repr__(self) -> str:
         model, drafter, controller = (type(part).__name__ for part in (self.model, self.drafter, self.controller))
@@ -195,6 +188,14 @@ class SpeculativeGenerator:
         """
         return self._run(self._prepare(inputs, **kwargs))
 
+    def compile(self) -> "SpeculativeGenerator":
+        """Lets `torch.compile` fuse what lies between the matrix products of device rounds; returns the generator.
+
+        The first request then takes as long as the compiler does, a minute or two for a large model.
+        """
+        self._compiled = True
+        return self
+
     def attach(self) -> contextlib.AbstractContextManager["SpeculativeGenerator"]:
         """Makes `model.generate` itself speculative, until `detach()` or the end of a `with` block.
 
@@ -243,7 +244,9 @@ class SpeculativeGenerator:
                 f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{self.tree.nodes}, the budget of "
                 f"{self.tree!r}; give the generator a larger tree for more."
             )
-        kwargs = self._with_stop_strings(kwargs, tokenizer if tokenizer is not None else self.tokenizer)
+        kwargs = arguments.with_stop_strings(
+            kwargs, self.model.generation_config, tokenizer if tokenizer is not None else self.tokenizer
+        )
 
         def bind(
             _: PreTrainedModel,
@@ -276,8 +279,8 @@ class SpeculativeGenerator:
             if verifier is None:
                 verifier = verify.default_verifier(self.tree, do_sample=bool(config.do_sample))
             mask = model_kwargs.get("attention_mask")
-            ledger = TokenLedger(
-                input_ids,
+            make_ledger = functools.partial(
+                TokenLedger,
                 prompt_mask=mask[:, -input_ids.shape[1] :].bool() if mask is not None and input_ids.shape[1] else None,
                 processors=logits_processor,
                 criteria=stopping_criteria,
@@ -290,10 +293,19 @@ class SpeculativeGenerator:
                 attention_columns=target.plain_columns if records.attentions else None,
                 generator=generator,
             )
+            ledger = make_ledger(input_ids)
             ledger.check_verifier(verifier.stepwise)
+            obstacle = "execution='host'"
+            if self.execution != "host":
+                obstacle = device_rounds.obstacle(
+                    target, ledger, self.drafter, self.tree, verifier, self.controller, nodes, config
+                )
+                if obstacle and self.execution == "device":
+                    raise UnsupportedError(f"execution='device' cannot serve this request: {obstacle}.")
             return Request(
                 target=target,
-                ledger=ledger,
+                ledger=ledger if obstacle else make_ledger(input_ids.cpu()),
+                obstacle=obstacle,
                 records=records,
                 config=config,
                 prompt=input_ids,
@@ -306,20 +318,6 @@ class SpeculativeGenerator:
         request: Request = self._generate(inputs, custom_generate=bind, **kwargs)
         return request
 
-    def _with_stop_strings(self, kwargs: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
-        """Turns stop strings into a criterion here, since transformers does not hand the tokenizer on to us."""
-        sources = (kwargs.get("generation_config"), self.model.generation_config)
-        strings = kwargs.get("stop_strings")
-        for source in sources:
-            strings = strings if strings is not None else getattr(source, "stop_strings", None)
-        if strings is None or tokenizer is None:
-            return kwargs
-        criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
-        # As for all criteria, one of the caller's own stands in for the one made from the argument.
-        if not any(type(criterion) is StopStringCriteria for criterion in criteria):
-            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
-        return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
-
     @torch.no_grad()
     def _run(self, request: Request) -> Iterator[Round]:
         """Runs the rounds of a request and keeps its statistics."""
@@ -327,16 +325,7 @@ class SpeculativeGenerator:
         self.stats = stats
         if request.streamer is not None:
             request.streamer.put(request.prompt.cpu())
-        for round in loop.rounds(
-            request.target,
-            self.drafter,
-            self.tree,
-            request.verifier,
-            request.ledger,
-            self.controller,
-            nodes=request.nodes,
-            generator=request.generator,
-        ):
+        for round in self._rounds(request):
             stats.record(round)
             yield round
             if self._serving is not request:
@@ -348,9 +337,32 @@ class SpeculativeGenerator:
         if request.streamer is not None:
             request.streamer.end()
 
+    def _rounds(self, request: Request) -> Iterator[Round]:
+        """The rounds of a request, where they are run."""
+        options: dict[str, Any] = {"nodes": request.nodes, "generator": request.generator}
+        if not request.obstacle:
+            return device_rounds.device_rounds(
+                request.target,
+                request.ledger,
+                self.drafter,
+                self.tree,
+                self._programs,
+                compiled=self._compiled,
+                **options,
+            )
+        return loop.rounds(
+            request.target,
+            self.drafter,
+            self.tree,
+            request.verifier,
+            request.ledger,
+            self.controller,
+            **options,
+        )
+
     def _result(self, request: Request) -> Any:
         """What `model.generate` returns for this request."""
-        sequences = request.ledger.sequences()
+        sequences = request.ledger.sequences().to(request.prompt.device)
         if not request.config.return_dict_in_generate:
             return sequences
         cache = request.target.cache.to_dynamic(self.model.config) if request.config.use_cache else None
@@ -383,15 +395,3 @@ def _plain_generate(model: Any) -> Callable[..., Any]:
     owner = getattr(model.generate, "__self__", None)
     plain: Callable[..., Any] = owner._generate if isinstance(owner, SpeculativeGenerator) else model.generate
     return plain
-
-
-def _check_part(name: str, part: Any, protocol: type) -> None:
-    """Raises `UnsupportedError` for a part that lacks members of its protocol: a class, a name, another part."""
-    if part is None or (isinstance(part, protocol) and not isinstance(part, type)):
-        return
-    advice = f"an object with the members of specdec.protocols.{protocol.__name__}"
-    if isinstance(part, type):
-        advice += f"; make one: {part.__name__}(...)"
-    elif name == "drafter" and hasattr(part, "forward"):
-        advice += "; wrap a draft model: drafters.ModelDrafter(model)"
-    raise UnsupportedError(f"{name}= got {part if isinstance(part, type) else type(part).__name__}, expected {advice}.")

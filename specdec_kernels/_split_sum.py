@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
+
 LOG2E = tl.constexpr(1.4426950408889634)
 _COLUMNS = 128  # value dimensions that one program adds up
 
@@ -23,16 +25,19 @@ def combine(
         *output.stride(),
         heads,
         rows,
+        splits,
         VALUE_DIM=value_dim,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(value_dim)),
-        SPLITS=splits,
         SPLITS_PADDED=triton.next_power_of_2(splits),
+        CHUNK=min(16, triton.next_power_of_2(splits)),
         ORDERED=ordered,
-        num_warps=4,
+        LATE=pdl(parts.device),
+        num_warps=1,
+        **launch_late(parts.device),
     )
 
 
-@triton.jit(do_not_specialize=["heads", "rows"])
+@triton.jit(do_not_specialize=["heads", "rows", "splits"])
 def _combine(
     parts,
     tops,
@@ -46,20 +51,25 @@ def _combine(
     output_dim,
     heads,
     rows,
+    splits,
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
+    CHUNK: tl.constexpr,
     ORDERED: tl.constexpr,
+    LATE: tl.constexpr,
 ):
     """Adds up the runs of one row. Ordered: one after the other, so that empty runs before or after change nothing."""
+    if LATE:
+        gdc_wait()
+        gdc_launch_dependents()
     place = tl.program_id(0).to(tl.int64)
     row, head, batch = place % rows, (place // rows) % heads, place // rows // heads
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < VALUE_DIM
     split = tl.arange(0, SPLITS_PADDED)
-    top = tl.load(tops + place * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    total = tl.load(totals + place * SPLITS + split, mask=split < SPLITS, other=0.0)
+    top = tl.load(tops + place * splits + split, mask=split < splits, other=float("-inf"))
+    total = tl.load(totals + place * splits + split, mask=split < splits, other=0.0)
     most = tl.max(top, 0)
     # A row with a broken value has a total of NaN, which must win over the test for emptiness.
     used = (most > float("-inf")) | (tl.max((total != total).to(tl.int32), 0) > 0)
@@ -70,19 +80,24 @@ def _combine(
     if ORDERED:
         whole = 0.0
         acc = tl.zeros([COLUMNS], tl.float32)
-        for index in range(SPLITS):
-            part_top = tl.load(tops + place * SPLITS + index)
-            part_total = tl.load(totals + place * SPLITS + index)
+        for index in range(splits):
+            part_top = tl.load(tops + place * splits + index)
+            part_total = tl.load(totals + place * splits + index)
             fade = tl.exp2(part_top - base)
-            part = tl.load(parts + (place * SPLITS + index) * VALUE_DIM + column, mask=inside, other=0.0)
+            part = tl.load(parts + (place * splits + index) * VALUE_DIM + column, mask=inside, other=0.0).to(tl.float32)
             whole += part_total * fade
             acc += part * fade
     else:
         fade = tl.exp2(top - base)
         whole = tl.sum(total * fade, 0)
-        kept = (split < SPLITS)[:, None] & inside[None, :]
-        part = tl.load(parts + (place * SPLITS + split)[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
-        acc = tl.sum(part * fade[:, None], 0)
+        acc = tl.zeros([COLUMNS], tl.float32)
+        for first in tl.static_range(0, SPLITS_PADDED, CHUNK):
+            split = first + tl.arange(0, CHUNK)
+            kept = (split < splits)[:, None] & inside[None, :]
+            chunk = parts + (place * splits + split)[:, None] * VALUE_DIM + column[None, :]
+            part = tl.load(chunk, mask=kept, other=0.0).to(tl.float32)
+            fade = tl.exp2(tl.load(tops + place * splits + split, mask=split < splits, other=float("-inf")) - base)
+            acc += tl.sum(part * fade[:, None], 0)
     if sinks is not None:
         whole = tl.where(used, whole + tl.exp2(sink - base), 0.0)
     whole = tl.where(used, whole, 1.0)

@@ -15,10 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl, tiled, tiles
 from specdec_kernels._split_sum import LOG2E, combine
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries and cache that the kernel takes."""
+
+
+TREE_TILES = tl.constexpr(4)
 
 
 def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
@@ -37,14 +41,20 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
     split = plan.splits > 1
-    parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=torch.float32)
+    parts = query.new_empty(
+        (batch, heads, rows, plan.splits, value_dim) if split else (0,),
+        dtype=torch.float32 if query.dtype == torch.float32 else torch.float16,
+    )
     tops, totals = query.new_empty((2, batch, heads, rows, plan.splits) if split else (2, 0), dtype=torch.float32)
     query_blocks = triton.cdiv(rows * groups, plan.block)
     page = keys.shape[2] if blocks is not None else 0
+    integer = keys.dtype == torch.int8 and query.dtype != torch.float32
+    whole = blocks is None and all(tiled(rows) for rows in (keys, values, call.key_scales, call.value_scales))
     _attend[(batch * kv_heads * query_blocks, plan.splits)](
         query,
         keys,
         values,
+        *(tiles(rows, plan.tile) if whole else None for rows in (keys, values, call.key_scales, call.value_scales)),
         visible,
         call.lengths,
         depths,
@@ -75,22 +85,27 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         rows,
         depths.shape[1],
         query_blocks,
+        plan.splits,
         GROUPS=groups,
         KV_HEADS=kv_heads,
         DIM=dim,
         VALUE_DIM=value_dim,
-        DIM_PADDED=max(16, triton.next_power_of_2(dim)),
+        DIM_PADDED=max(32 if integer else 16, triton.next_power_of_2(dim)),
         VALUE_PADDED=max(16, triton.next_power_of_2(value_dim)),
         WORDS=visible.shape[2],
         PAGE=page,
         BLOCK=plan.block,
         TILE=plan.tile,
-        SPLITS=plan.splits,
+        SPLIT=split,
         SPLIT_TILES=plan.split_tiles,
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
+        INTEGER=integer,
+        STARTS=call.starts is not None,
+        LATE=pdl(query.device),
         num_warps=plan.warps,
         num_stages=plan.stages,
+        **launch_late(query.device),
     )
     if split:
         combine(parts, tops, totals, sinks, output, lse, ordered=plan.split_tiles > 0)
@@ -101,11 +116,15 @@ def _strides(scales: Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if scales is None else scales.stride()[:3]
 
 
-@triton.jit(do_not_specialize=["window", "rows", "pending", "query_blocks"])
+@triton.jit(do_not_specialize=["window", "rows", "pending", "query_blocks", "splits"])
 def _attend(
     query,
     keys,
     values,
+    key_tiles,
+    value_tiles,
+    key_scale_tiles,
+    value_scale_tiles,
     visible,
     lengths,
     depths,
@@ -154,6 +173,7 @@ def _attend(
     rows,
     pending,
     query_blocks,
+    splits,
     GROUPS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -164,18 +184,24 @@ def _attend(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLIT: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    INTEGER: tl.constexpr,
+    STARTS: tl.constexpr,
+    LATE: tl.constexpr,
 ):
+    if LATE:
+        gdc_wait()
+        gdc_launch_dependents()
     # Tiles of rows over the same slots run next to each other, so that the second one finds the cache in L2.
     item, split = tl.program_id(0), tl.program_id(1)
-    kv_head = (item // query_blocks) % KV_HEADS
+    group = (item // query_blocks) % KV_HEADS
     batch = (item // query_blocks // KV_HEADS).to(tl.int64)
     packed = (item % query_blocks) * BLOCK + tl.arange(0, BLOCK)
     row = packed // GROUPS
-    head = kv_head * GROUPS + packed % GROUPS
+    head = group * GROUPS + packed % GROUPS
     exists = row < rows
     row = tl.where(exists, row, 0)
 
@@ -189,21 +215,22 @@ def _attend(
         used |= tl.load(masks + word * visible_word, mask=exists, other=0)
     used = used != 0
     depths += batch * depth_batch
-    depth = tl.load(depths + (pending - rows + row).to(tl.int64) * depth_row, mask=used, other=0).to(tl.int32)
+    depth = tl.load(depths + (pending - rows + row).to(tl.int64) * depth_row, mask=exists, other=0).to(tl.int32)
 
     # The run of tiles of this work item, and the middle part of it in which every row sees every slot.
     end_slot = length + pending
     first_slot, all_from = start, start
     if WINDOWED:
         first_slot = tl.maximum(first_slot, length + tl.min(tl.where(used, depth, 1 << 30)) - window + 1)
-        all_from = tl.maximum(all_from, length + tl.max(depth) - window + 1)
+        all_from = tl.maximum(all_from, length + tl.max(tl.where(used, depth, 0)) - window + 1)
     first_tile, last_tile = first_slot // TILE, tl.cdiv(end_slot, TILE)
     if SPLIT_TILES > 0:
         begin = (first_tile // SPLIT_TILES + split) * SPLIT_TILES
         end = tl.minimum(begin + SPLIT_TILES, last_tile)
         begin = tl.maximum(begin, first_tile)
     else:
-        run = tl.cdiv(last_tile - first_tile, SPLITS)
+        # The tree comes last and takes the time of several tiles.
+        run = tl.cdiv(last_tile - first_tile + TREE_TILES, splits)
         begin = first_tile + split * run
         end = tl.minimum(begin + run, last_tile)
     end = tl.where(tl.max(used.to(tl.int32)) > 0, tl.maximum(begin, end), begin)
@@ -215,12 +242,22 @@ def _attend(
     queries = query + batch * query_batch + head.to(tl.int64) * query_head + row.to(tl.int64) * query_row
     q = tl.load(
         queries[:, None] + column.to(tl.int64)[None, :] * query_dim,
-        mask=used[:, None] & (column < DIM)[None, :],
+        mask=exists[:, None] & (column < DIM)[None, :],
         other=0.0,
     )
+    factors = tl.full([BLOCK], scale if CAPPED else scale * LOG2E, tl.float32)
+    if INTEGER:
+        # Queries as two bytes, the high one first: products with INT8 keys are then exact, and keys stay as they are.
+        peak = tl.max(tl.abs(q.to(tl.float32)), 1)
+        unit = tl.where(peak > 0, peak, 1.0) / 16256.0
+        q_whole = tl.floor(q.to(tl.float32) / unit[:, None] + 0.5).to(tl.int32)
+        q_upper = (q_whole + 64) >> 7
+        q_lower = (q_whole - (q_upper << 7)).to(tl.int8)
+        q_upper = q_upper.to(tl.int8)
+        factors *= unit
     if blocks is not None:
         blocks += batch * block_batch
-    kv_head = kv_head.to(tl.int64)
+    kv_head = group.to(tl.int64)
     keys += kv_head * key_head
     values += kv_head * value_head
     if key_scales is not None:
@@ -231,63 +268,85 @@ def _attend(
     acc = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(3):
+    for part in tl.static_range(0 if STARTS or WINDOWED else 1, 3):
         low = begin if part == 0 else (all_begin if part == 1 else all_end)
         high = all_begin if part == 0 else (all_end if part == 1 else end)
-        for tile in range(low, high):
-            slot = tile * TILE + tl.arange(0, TILE)
-            readable = (slot >= start) & (slot < end_slot)
-            if blocks is None:
-                page, inner = batch, slot.to(tl.int64)
-            else:
-                page = tl.load(blocks + slot // PAGE, mask=readable, other=0).to(tl.int64)
-                inner = (slot % PAGE).to(tl.int64)
-            k = _read(keys, page * key_batch + inner * key_slot, key_dim, readable, DIM, DIM_PADDED, part != 1)
-            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-            if key_scales is not None:
-                places = key_scales + page * key_scale_batch + inner * key_scale_slot
-                scores *= tl.load(places, mask=readable, other=0.0)[None, :]
-            if CAPPED:
-                scores = _tanh(scores * (scale / softcap)) * (softcap * LOG2E)
-            else:
-                scores *= scale * LOG2E
-            places = page * value_batch + inner * value_slot
-            v = _read(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1).to(q.dtype)
-            value_scale = tl.full([TILE], 1.0, tl.float32)
-            if value_scales is not None:
-                places = value_scales + page * value_scale_batch + inner * value_scale_slot
-                value_scale = tl.load(places, mask=readable, other=0.0)
-            if part != 1:
-                seen = (slot < length)[None, :] & used[:, None]
-                offset = slot - length
-                drafted = (offset >= 0) & (slot < end_slot)
-                for word in tl.static_range(2 * WORDS):
-                    # Half a word at a time: 64-bit numbers would take twice the registers.
-                    half = tl.load(masks + (word // 2) * visible_word, mask=exists, other=0) >> (word % 2 * 32)
-                    here = drafted & (offset // 32 == word)
-                    seen |= ((half.to(tl.int32)[:, None] >> (offset & 31)[None, :]) & here.to(tl.int32)[None, :]) != 0
-                seen &= readable[None, :]
-                if WINDOWED:
-                    slot_depth = tl.load(depths + offset.to(tl.int64) * depth_row, mask=drafted, other=0).to(tl.int32)
-                    position = tl.where(drafted, length + slot_depth, slot)
-                    seen &= (length + depth)[:, None] - position[None, :] < window
-                scores = tl.where(seen, scores, float("-inf"))
-            if part == 2:
-                # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
-                broken = (tl.max(((v - v) != 0).to(tl.int32), 1) > 0) | ((value_scale - value_scale) != 0)
-                v = tl.where(broken[:, None], 0.0, v)
-                value_scale = tl.where(broken, 0.0, value_scale)
-                reached = tl.max((seen & broken[None, :]).to(tl.int32), 1) > 0
-                total = tl.where(reached, float("nan"), total)
-            new_top = tl.maximum(top, tl.max(scores, 1))
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-            weights = tl.exp2(scores - base[:, None])
-            fade = tl.exp2(top - base)
-            total = total * fade + tl.sum(weights, 1)
-            if value_scales is not None:
-                weights *= value_scale[None, :]
-            acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-            top = new_top
+        if low < high:
+            for tile in range(low, high):
+                slot = tile * TILE + tl.arange(0, TILE)
+                readable = (slot >= start) & (slot < end_slot)
+                if blocks is None:
+                    page, inner = batch, slot.to(tl.int64)
+                else:
+                    page = tl.load(blocks + slot // PAGE, mask=readable, other=0).to(tl.int64)
+                    inner = (slot % PAGE).to(tl.int64)
+                if part == 1 and key_tiles is not None:
+                    k = key_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, DIM)
+                else:
+                    k = _read(keys, page * key_batch + inner * key_slot, key_dim, readable, DIM, DIM_PADDED, part != 1)
+                if INTEGER:
+                    products = tl.dot(q_upper, tl.trans(k), out_dtype=tl.int32) * 128
+                    scores = tl.dot(q_lower, tl.trans(k), products, out_dtype=tl.int32).to(tl.float32)
+                else:
+                    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+                scores *= factors[:, None]
+                if key_scales is not None:
+                    if part == 1 and key_scale_tiles is not None:
+                        key_scale = key_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
+                    else:
+                        places = key_scales + page * key_scale_batch + inner * key_scale_slot
+                        key_scale = tl.load(places, mask=readable, other=0.0)
+                    scores *= key_scale[None, :]
+                if CAPPED:
+                    scores = _tanh(scores / softcap) * (softcap * LOG2E)
+                if part == 1 and value_tiles is not None:
+                    v = value_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, VALUE_DIM)
+                else:
+                    places = page * value_batch + inner * value_slot
+                    v = _read(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1)
+                v = v.to(q.dtype)
+                value_scale = tl.full([TILE], 1.0, tl.float32)
+                if value_scales is not None:
+                    if part == 1 and value_scale_tiles is not None:
+                        value_scale = value_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
+                    else:
+                        places = value_scales + page * value_scale_batch + inner * value_scale_slot
+                        value_scale = tl.load(places, mask=readable, other=0.0)
+                if part != 1:
+                    seen = (slot < length)[None, :] & used[:, None]
+                    offset = slot - length
+                    drafted = (offset >= 0) & (slot < end_slot)
+                    for word in tl.static_range(2 * WORDS):
+                        # Half a word at a time: 64-bit numbers would take twice the registers.
+                        half = tl.load(masks + (word // 2) * visible_word, mask=exists, other=0) >> (word % 2 * 32)
+                        here = drafted & (offset // 32 == word)
+                        seen |= (
+                            (half.to(tl.int32)[:, None] >> (offset & 31)[None, :]) & here.to(tl.int32)[None, :]
+                        ) != 0
+                    seen &= readable[None, :]
+                    if WINDOWED:
+                        slot_depth = tl.load(depths + offset.to(tl.int64) * depth_row, mask=drafted, other=0).to(
+                            tl.int32
+                        )
+                        position = tl.where(drafted, length + slot_depth, slot)
+                        seen &= (length + depth)[:, None] - position[None, :] < window
+                    scores = tl.where(seen, scores, float("-inf"))
+                if part == 2:
+                    # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
+                    broken = (tl.max(((v - v) != 0).to(tl.int32), 1) > 0) | ((value_scale - value_scale) != 0)
+                    v = tl.where(broken[:, None], 0.0, v)
+                    value_scale = tl.where(broken, 0.0, value_scale)
+                    reached = tl.max((seen & broken[None, :]).to(tl.int32), 1) > 0
+                    total = tl.where(reached, float("nan"), total)
+                new_top = tl.maximum(top, tl.max(scores, 1))
+                base = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp2(scores - base[:, None])
+                fade = tl.exp2(top - base)
+                total = total * fade + tl.sum(weights, 1)
+                if value_scales is not None:
+                    weights *= value_scale[None, :]
+                acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
+                top = new_top
 
     top = tl.where(used, top, float("-inf"))
     total = tl.where(used, total, 0.0)
@@ -295,10 +354,20 @@ def _attend(
     inside = exists[:, None] & (column < VALUE_DIM)[None, :]
     heads = KV_HEADS * GROUPS
     place = (batch * heads + head) * rows + row
-    if SPLITS > 1:
-        tl.store(parts + (place * SPLITS + split)[:, None] * VALUE_DIM + column[None, :], acc, mask=inside)
-        tl.store(tops + place * SPLITS + split, top, mask=exists)
-        tl.store(totals + place * SPLITS + split, total, mask=exists)
+    if SPLIT:
+        if parts.dtype.element_ty == tl.float16:
+            # Half the bytes: relative to the largest number of the row, which moves into the maximum.
+            size = tl.max(tl.where(tl.abs(acc) < float("inf"), tl.abs(acc), 0.0), 1)
+            size = tl.maximum(size, total * 8.7e-19)
+            size = tl.where(size > 0, size, 1.0)
+            share = 1.0 / size
+            acc *= share[:, None]
+            total *= share
+            top += tl.log2(size)
+        places = place * splits + split
+        tl.store(parts + places[:, None] * VALUE_DIM + column[None, :], acc.to(parts.dtype.element_ty), mask=inside)
+        tl.store(tops + places, top, mask=exists)
+        tl.store(totals + places, total, mask=exists)
     else:
         if sinks is not None:
             sink = tl.load(sinks + head, mask=exists, other=0.0).to(tl.float32) * LOG2E
@@ -310,7 +379,7 @@ def _attend(
             top = new_top
         outputs = output + batch * output_batch + head.to(tl.int64) * output_head + row.to(tl.int64) * output_row
         whole = tl.where(used, total, 1.0)
-        share = tl.where(used[:, None], acc / whole[:, None], 0.0)
+        share = tl.where(used[:, None], acc * (1.0 / whole)[:, None], 0.0)
         tl.store(outputs[:, None] + column[None, :] * output_dim, share.to(output.dtype.element_ty), mask=inside)
         tl.store(lse + place, (top + tl.log2(whole)) / LOG2E, mask=exists)
 

@@ -105,7 +105,7 @@ def test_a9_every_processor_of_transformers_is_in_the_table():
     requests += [{**base, **warper} for warper in processors.WARPERS.values()]
     for request in requests:
         covered |= {
-            type(item).__name__ for item in generator._prepare(request.pop("input_ids"), **request).ledger._processors
+            type(item).__name__ for item in generator._prepare(request.pop("input_ids"), **request).ledger.processors
         }
     assert known - covered - {"LogitsProcessorList"} == set()
 

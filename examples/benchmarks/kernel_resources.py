@@ -40,6 +40,9 @@ SHAPES = {
 """Key/value heads, query heads per group, rows, dimension."""
 
 
+ABSENT = ("starts", "blocks", "sinks", "key_scales", "value_scales", "key_scale_tiles", "value_scale_tiles")
+
+
 @dataclass(frozen=True)
 class Resources:
     """What one thread block takes."""
@@ -100,7 +103,7 @@ def source(groups: int, kv_heads: int, dim: int, plan: AttentionPlan, dtype: str
     """The kernel as it is launched for contiguous rows: last strides 1, the others divisible by 16."""
     kernel: Any = tree_attention._attend
     constants: dict[str, Any] = {
-        **dict.fromkeys(("starts", "blocks", "sinks", "key_scales", "value_scales")),
+        **dict.fromkeys(ABSENT),
         **dict.fromkeys(("query_dim", "key_dim", "value_dim", "output_dim", "visible_word", "depth_row"), 1),
         "GROUPS": groups,
         "KV_HEADS": kv_heads,
@@ -112,19 +115,34 @@ def source(groups: int, kv_heads: int, dim: int, plan: AttentionPlan, dtype: str
         "PAGE": 0,
         "BLOCK": plan.block,
         "TILE": plan.tile,
-        "SPLITS": plan.splits,
+        "SPLIT": plan.splits > 1,
         "SPLIT_TILES": plan.split_tiles,
         "WINDOWED": False,
         "CAPPED": False,
+        "INTEGER": False,
+        "STARTS": False,
+        "LATE": True,
     }
     pointers = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
     pointers |= dict.fromkeys(("visible", "lengths", "depths"), "*i64")
-    pointers |= dict.fromkeys(("lse", "parts", "tops", "totals"), "*fp32")
-    plain = {"window", "rows", "pending", "query_blocks", "visible_row", "visible_batch", "depth_batch", "length_batch"}
+    pointers |= dict.fromkeys(("lse", "tops", "totals"), "*fp32") | {"parts": "*fp16"}
+    plain = {
+        "window",
+        "rows",
+        "pending",
+        "query_blocks",
+        "splits",
+        "visible_row",
+        "visible_batch",
+        "depth_batch",
+        "length_batch",
+    }
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif name in ("key_tiles", "value_tiles"):
+            signature[name] = f"tensordesc<{dtype}[1, 1, {plan.tile}, {dim}]>"
         elif name in ("scale", "softcap"):
             signature[name] = "fp32"
         else:

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase, StopStringCriteria
+from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from specdec.errors import UnsupportedError
 
@@ -180,3 +181,30 @@ def _refuse(argument: Argument, value: Any, where: str) -> None:
     shown = repr(value)
     shown = shown if len(shown) < 60 else type(value).__name__
     raise UnsupportedError(f"{argument.name}={shown} is not supported by SpeculativeGenerator{where}: {argument.note}.")
+
+
+def check_part(name: str, part: Any, protocol: type) -> None:
+    """Raises `UnsupportedError` for a part that lacks members of its protocol: a class, a name, another part."""
+    if part is None or (isinstance(part, protocol) and not isinstance(part, type)):
+        return
+    advice = f"an object with the members of specdec.protocols.{protocol.__name__}"
+    if isinstance(part, type):
+        advice += f"; make one: {part.__name__}(...)"
+    elif name == "drafter" and hasattr(part, "forward"):
+        advice += "; wrap a draft model: drafters.ModelDrafter(model)"
+    raise UnsupportedError(f"{name}= got {part if isinstance(part, type) else type(part).__name__}, expected {advice}.")
+
+
+def with_stop_strings(kwargs: dict[str, Any], own: Any, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Turns stop strings into a criterion here, since transformers does not hand the tokenizer on to us."""
+    sources = (kwargs.get("generation_config"), own)
+    strings = kwargs.get("stop_strings")
+    for source in sources:
+        strings = strings if strings is not None else getattr(source, "stop_strings", None)
+    if strings is None or tokenizer is None:
+        return kwargs
+    criteria = StoppingCriteriaList(kwargs.get("stopping_criteria") or [])
+    # As for all criteria, one of the caller's own stands in for the one made from the argument.
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+        criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
+    return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import AttentionInterface
 
@@ -52,6 +52,34 @@ class TreeContext:
     columns: dict[int | None, Columns]
     windows: tuple[int | None, ...]
     impl: ops.Impl
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Encoded,
+        value: Encoded,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """The attention of a layer, `[batch, rows, heads, dim]`."""
+        window, device = self.windows[layer], query.device
+        columns = self.columns[window]
+        return read(
+            query,
+            key,
+            value,
+            self.visible.to(device),
+            columns.lengths.to(device),
+            depths=self.depths.to(device),
+            starts=None if columns.starts is None else columns.starts.to(device),
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            impl=self.impl,
+        )
 
 
 def choose(
@@ -102,8 +130,8 @@ def attending(config: Any) -> Iterator[None]:
 def attend(
     module: torch.nn.Module,
     query: Tensor,
-    key: Encoded,
-    value: Encoded,
+    key: Any,
+    value: Any,
     attention_mask: Any,  # noqa: ARG001 - what it would say stands in the context
     scaling: float | None = None,
     softcap: float | None = None,
@@ -112,37 +140,44 @@ def attend(
 ) -> tuple[Tensor, None]:
     """The attention function of transformers: `[batch, heads, rows, dim]` in, `[batch, rows, heads, dim]` out.
 
-    Keys and values come as the cache stores them. What the op can read is handed on: a rotation of the keys is made up
-    for by rotating the few queries, one of the values by rotating the output.
+    Keys and values come as the cache of this forward hands them out, and the context of the forward reads them.
     """
-    context: TreeContext = kwargs[CONTEXT]
+    context = kwargs[CONTEXT]
     if kwargs.get("position_bias") is not None:
         raise UnsupportedError(f"{type(module).__name__} adds a bias by position; use attention='model'.")
-    window = context.windows[int(module.layer_idx)]  # type: ignore[arg-type]  # torch types attributes as modules
-    columns = context.columns[window]
-    device = query.device
+    layer = int(module.layer_idx)  # type: ignore[arg-type]  # torch types attributes as modules
+    return context.attend(layer, query, key, value, scaling, softcap, s_aux), None
+
+
+def read(
+    query: Float[Tensor, "batch heads rows dim"],
+    key: Encoded,
+    value: Encoded,
+    visible: Int[Tensor, "batch rows words"],
+    lengths: Int[Tensor, " batch"],
+    **options: Any,
+) -> Float[Tensor, "batch rows heads value_dim"]:
+    """`ops.tree_attention` over rows as they are stored.
+
+    What the op can read is handed on: a rotation of the keys is made up for by rotating the few queries, one of the
+    values by rotating the output.
+    """
     keys, key_scales, rotated = stored(key)
     values, value_scales, turned = stored(value)
     attended = ops.tree_attention(
         ops.hadamard(query).to(query.dtype) if rotated else query,
         keys,
         values,
-        context.visible.to(device),
-        columns.lengths.to(device),
-        depths=context.depths.to(device),
-        starts=None if columns.starts is None else columns.starts.to(device),
+        visible,
+        lengths,
         key_scales=key_scales,
         value_scales=value_scales,
-        scale=scaling,
-        window=window,
-        softcap=softcap,
-        sinks=s_aux,
-        impl=context.impl,
+        **options,
     )
     output = cast(Tensor, attended)
     if turned:
         output = ops.hadamard(output).to(query.dtype)
-    return output.transpose(1, 2), None
+    return output.transpose(1, 2)
 
 
 def stored(rows: Encoded) -> tuple[Tensor, Tensor | None, bool]:

@@ -111,15 +111,15 @@ class TokenLedger:
             UnsupportedError: if a batch needs a padding id and none is known.
         """
         batch, prompt = input_ids.shape
-        self._processors, self._criteria = list(processors), criteria
-        self._max_length, self._do_sample, self._temperature = max_length, do_sample, temperature
-        self._records, self._on_token, self._generator = records, on_token, generator
+        self.processors, self.criteria = list(processors), criteria
+        self._max_length, self.do_sample, self._temperature = max_length, do_sample, temperature
+        self.records, self._on_token, self._generator = records, on_token, generator
         self._stops_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         if batch > 1 and self._stops_rows and pad_token is None:
             raise UnsupportedError("a batch needs a padding id for rows that stop early; set pad_token_id.")
         self._pad = 0 if pad_token is None else pad_token
         self.lockstep = batch > 1 and not self._ragged_is_exact()
-        self._prefix_free = _all_of(self._processors, PREFIX_FREE)
+        self._prefix_free = _all_of(self.processors, PREFIX_FREE)
         # Without EOS, plain generate lets rows that are done run on until the last one is.
         self._end_together = self.lockstep and not self._stops_rows
         self._shows_scores = records.scores and not _all_of(criteria, ROW_WISE_CRITERIA)
@@ -136,14 +136,14 @@ class TokenLedger:
 
     def _ragged_is_exact(self) -> bool:
         """Whether every per-token function may be served row by row."""
-        if not _all_of(self._processors, ROW_WISE) or not _all_of(self._criteria, ROW_WISE_CRITERIA):
+        if not _all_of(self.processors, ROW_WISE) or not _all_of(self.criteria, ROW_WISE_CRITERIA):
             return False
         # Without EOS all rows of plain generate end at the same length; only a length limit sees to that by itself.
-        return self._stops_rows or _all_of(self._criteria, (stopping_criteria.MaxLengthCriteria,))
+        return self._stops_rows or _all_of(self.criteria, (stopping_criteria.MaxLengthCriteria,))
 
     def check_verifier(self, stepwise: bool) -> None:
         """Raises `UnsupportedError` if a processor may not be called with prefixes that are never committed."""
-        strangers = [type(item).__name__ for item in self._processors if type(item) not in ROW_WISE]
+        strangers = [type(item).__name__ for item in self.processors if type(item) not in ROW_WISE]
         if not stepwise and strangers:
             raise UnsupportedError(
                 f"{', '.join(strangers)} may keep state and must see committed tokens only, but this verifier asks "
@@ -173,7 +173,7 @@ class TokenLedger:
         logits = logits.to(copy=True, dtype=torch.float32, device=self._ids.device)
         scores = self._process(logits, self._ids, self._lengths, rows.tolist())
         self._at = (output, node, logits, scores)
-        return TargetLaw(scores=scores, greedy=not self._do_sample)
+        return TargetLaw(scores=scores, greedy=not self.do_sample)
 
     def laws(self, output: TargetOutput, tree: DraftTree) -> Float[Tensor, "batch nodes vocab"]:
         """Processes the logits of every node, each under its committed tokens and its own path."""
@@ -188,7 +188,7 @@ class TokenLedger:
                 ids, lengths = self._with_path(tree, node)
                 columns.append(self._process(logits[:, node].clone(), ids, lengths, everyone))
             scores = torch.stack(columns, 1)
-        return TargetLaw(scores=scores.flatten(0, 1), greedy=not self._do_sample).probs.view(batch, nodes, -1)
+        return TargetLaw(scores=scores.flatten(0, 1), greedy=not self.do_sample).probs.view(batch, nodes, -1)
 
     def _with_path(self, tree: DraftTree, node: int) -> tuple[Int[Tensor, "batch seq"], list[int]]:
         """Each row's committed tokens followed by the tokens on the path to `node`, the root left out."""
@@ -205,7 +205,7 @@ class TokenLedger:
         self, logits: Float[Tensor, "batch vocab"], ids: Int[Tensor, "batch seq"], lengths: list[int], rows: list[bool]
     ) -> Float[Tensor, "batch vocab"]:
         """Runs the processors, once per distinct length among `rows`."""
-        if not self._processors:
+        if not self.processors:
             return logits
         groups = sorted({length for length, wanted in zip(lengths, rows, strict=True) if wanted})
         if self._prefix_free or len(groups) == 1:
@@ -218,7 +218,7 @@ class TokenLedger:
         return scores
 
     def _call(self, ids: Int[Tensor, "rows seq"], scores: Float[Tensor, "rows vocab"]) -> Float[Tensor, "rows vocab"]:
-        for processor in self._processors:
+        for processor in self.processors:
             scores = processor(ids, scores)
         return scores
 
@@ -233,7 +233,7 @@ class TokenLedger:
         self._reserve(max(self._lengths) + 1)
         for row in columns:
             self._ids[row, self._lengths[row]] = values[row] if row in members else self._pad
-        if self._records.wanted:
+        if self.records.wanted:
             self._record(members)
         for row in columns:
             self._lengths[row] += 1
@@ -252,15 +252,15 @@ class TokenLedger:
             place, index = int(node[row]), self._lengths[row] - self._prompt
             # The first token's attentions are the prompt's, and kept whole.
             columns = self._attention_columns(row, place) if self._attention_columns is not None and index else None
-            self._records.add(row, index, place, logits, scores, output, columns)
+            self.records.add(row, index, place, logits, scores, output, columns)
 
     def _stop(self, columns: list[int]) -> None:
         """Asks the criteria with each row's exact prefix and marks the rows that are done."""
         if self._shows_scores:
-            self._scores += (self._records.score(len(self._scores)),)
-        scores = self._scores if self._records.scores else None
+            self._scores += (self.records.score(len(self._scores)),)
+        scores = self._scores if self.records.scores else None
         for length in {self._lengths[row] for row in columns}:
-            done = self._criteria(self._ids[:, :length].clone(), scores).tolist()
+            done = self.criteria(self._ids[:, :length].clone(), scores).tolist()
             for row in columns:
                 if self._lengths[row] == length and done[row]:
                     self._finished[row] = True
@@ -294,7 +294,7 @@ class TokenLedger:
             tokens=ids,
             mask=mask,
             vocab_size=target.vocab_size,
-            temperature=self._temperature if self._do_sample else 0.0,
+            temperature=self._temperature if self.do_sample else 0.0,
             features=None,
             open_model=open_model,
             generator=self._generator,

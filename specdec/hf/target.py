@@ -73,7 +73,7 @@ class ModelTarget:
         self._generation_config = generation_config if generation_config is not None else GenerationConfig()
         self._features = tuple(feature_layers)
         self._batch = input_ids.shape[0]
-        self._device, self._model_device = input_ids.device, _device_of(self.model, input_ids.device)
+        self._device, self.model_device = input_ids.device, _device_of(self.model, input_ids.device)
         self._limit = support.position_limit(self.model.config)
         self._dict_mask = compat.has_layer_types(self.model.config)
         self._kinds = self._layer_kinds()
@@ -83,15 +83,19 @@ class ModelTarget:
         self._pending_depths = torch.zeros(self._batch, 0, dtype=torch.int64, device=self._device)
         self._wants_hidden = bool(self._kwargs.get("output_hidden_states"))
         self._wants_attentions = bool(self._kwargs.get("output_attentions"))
-        self._prompt_mask, self._next_position = self._prompt_geometry()
+        self._prompt_mask, self.next_position = self._prompt_geometry()
         self.cache = RowCache(self.model.config, cache, self._prompt_mask)
-        self._op = choose(attention, self._model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
-        self._starts = None if self._prompt_mask is None else (~self._prompt_mask).sum(-1)
+        self._op = self.attention_impl(attention)
+        self.starts = None if self._prompt_mask is None else (~self._prompt_mask).sum(-1)
         self._check_rope()
         self._token_type = self._kwargs.get("token_type_ids")
         self.columns: dict[int | None, tuple[int, int]] = {}
         self._last_lengths = self.cache.lengths
         self._last_visible = torch.zeros(self._batch, 0, 0, dtype=torch.bool)
+
+    def attention_impl(self, attention: Attention) -> ops.Impl | None:
+        """The implementation of `ops.tree_attention` that serves this request; see `specdec.hf.attention.choose`."""
+        return choose(attention, self.model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
 
     @property
     def _decoder(self) -> Any:
@@ -110,7 +114,7 @@ class ModelTarget:
     @property
     def depth_limit(self) -> Int[Tensor, " batch"] | None:
         """Deepest node that still has a position below the model's `max_position_embeddings`."""
-        return None if self._limit is None else self._limit - 1 - self._next_position
+        return None if self._limit is None else self._limit - 1 - self.next_position
 
     @torch.no_grad()
     def prefill(self) -> TargetOutput:
@@ -175,7 +179,7 @@ class ModelTarget:
         with attention:
             output = self.model(
                 input_ids=self._to_model(tokens),
-                position_ids=self._to_model(self._next_position[:, None] + depths),
+                position_ids=self._to_model(self.next_position[:, None] + depths),
                 attention_mask=self._to_model(mask),
                 use_cache=True,
                 return_dict=True,
@@ -187,12 +191,12 @@ class ModelTarget:
         """The same tensor, or tensors, where the model wants its inputs; plain `generate` moves the prompt there."""
         if isinstance(given, dict):
             return {key: self._to_model(value) for key, value in given.items()}
-        return given if given is None else given.to(self._model_device)
+        return given if given is None else given.to(self.model_device)
 
     def keep(self, rows: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
         """Commits pending rows; see `specdec.protocols.ModelRunner`."""
         self.cache.keep(rows, counts)
-        self._next_position = self._next_position + counts
+        self.next_position = self.next_position + counts
         self._drop_pending()
 
     def _drop_pending(self) -> None:
@@ -214,7 +218,7 @@ class ModelTarget:
     ) -> TreeContext:
         """The tree of this forward, as our attention function wants it."""
         columns = {
-            window: Columns(lengths - first, None if self._starts is None else (self._starts - first).clamp_min(0))
+            window: Columns(lengths - first, None if self.starts is None else (self.starts - first).clamp_min(0))
             for window, (first, _) in self.columns.items()
         }
         return TreeContext(topology.pack(visible), self._pending_depths, columns, self._windows, impl)
@@ -257,7 +261,7 @@ class ModelTarget:
 
     def _check_rope(self) -> None:
         """Refuses texts that would outgrow the frequencies of some rotary embeddings; see `support.check_rope`."""
-        start, most = int(self._next_position.max()), self._generation_config.max_length
+        start, most = int(self.next_position.max()), self._generation_config.max_length
         # The last token is never run.
         longest = None if most is None else start + most - self._input_ids.shape[1] - 1
         support.check_rope(self._decoder, start, longest)

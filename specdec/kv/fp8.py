@@ -8,8 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
+from specdec.ops.quantize import LARGEST_E4M3, to_e4m3, to_fp8
 
-LARGEST = 448.0
 _HEADROOM = 2.0  # rows of a text may exceed those of its prompt; the range of a float costs no precision
 
 
@@ -47,16 +47,14 @@ class FP8:
         exact = rows.float().abs()
         if real is not None:
             exact = exact.masked_fill(~real[:, None, :, None], 0)
-        largest = exact.amax((-1, -2), keepdim=True) * (_HEADROOM / LARGEST)
+        largest = exact.amax((-1, -2), keepdim=True) * (_HEADROOM / LARGEST_E4M3)
         return (largest.masked_fill(largest == 0, 1),)
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Codes `[..., dim]`, and scales `[..., 1]` unless one per head was fitted."""
-        exact = rows.float()
         if self.scale == "head":
-            return (_to_e4m3(exact / state[0]),)
-        scales = exact.abs().amax(-1, keepdim=True) / LARGEST
-        return _to_e4m3(exact / scales.masked_fill(scales == 0, 1)), scales
+            return (to_e4m3(rows.float() / state[0]),)
+        return to_fp8(rows)
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
@@ -64,8 +62,3 @@ class FP8:
         """Codes times scales."""
         scales = state[0] if self.scale == "head" else parts[1]
         return (parts[0].view(torch.float8_e4m3fn).float() * scales).to(dtype)
-
-
-def _to_e4m3(numbers: Float[Tensor, "..."]) -> Tensor:
-    """Nearest E4M3 number, as its byte; what is too large becomes the largest, where a plain cast would give NaN."""
-    return numbers.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-LARGEST = 127
+from specdec.ops.quantize import to_int8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,7 @@ class Int8:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Codes `[..., dim]` and scales `[..., 1]`."""
-        exact = rows.float()
-        scales = exact.abs().amax(-1, keepdim=True) / LARGEST
-        codes = (exact / scales.masked_fill(scales == 0, 1)).round_().clamp_(-LARGEST, LARGEST)
-        return codes.to(torch.int8), scales
+        return to_int8(rows)
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32

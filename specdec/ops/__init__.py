@@ -6,16 +6,27 @@ and the reference everywhere else; both give the same result within the toleranc
 
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy
 from specdec.ops._dispatch import Impl, available
+from specdec.ops.accept_tree import TextState, accept_tree
 from specdec.ops.hadamard import hadamard
+from specdec.ops.lookup_tree import lookup_tree
+from specdec.ops.move_rows import move_rows
 from specdec.ops.tree_attention import split_kv_attention, tree_attention
+from specdec.ops.tree_layout import tree_layout
+from specdec.ops.write_rows import write_rows
 
 __all__ = [
     "AttentionShape",
     "Impl",
     "Occupancy",
+    "TextState",
+    "accept_tree",
     "available",
     "hadamard",
+    "lookup_tree",
+    "move_rows",
     "occupancy",
     "split_kv_attention",
     "tree_attention",
+    "tree_layout",
+    "write_rows",
 ]

@@ -50,7 +50,7 @@ def test_the_kernel_serves_a_model(family: str) -> None:
 
 
 def _without_padding(self: ModelTarget, lengths: Tensor, visible: Tensor, impl: ops.Impl) -> TreeContext:
-    self._starts = None
+    self.starts = None
     return CONTEXT(self, lengths, visible, impl)
 
 

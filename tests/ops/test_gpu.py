@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-SHAPES = 500
+SHAPES, PARTS = 500, 14
 DIMS = [64, 80, 96, 128, 192, 256, 512]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Largest error of an output of size one: float32 sums, and weights and results rounded to 11 and 8 bits."""
@@ -84,10 +84,10 @@ def compare(call: dict[str, Any], tolerance: float, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(PARTS))
 def test_shapes(dtype: torch.dtype, part: int) -> None:
     rng = random.Random(f"{dtype} {part}")
-    for _ in range(SHAPES // (4 * len(TOLERANCE)) + 1):
+    for _ in range(SHAPES // (PARTS * len(TOLERANCE)) + 1):
         compare(draw(rng, dtype), TOLERANCE[dtype], deterministic=rng.random() < 0.2)
 
 

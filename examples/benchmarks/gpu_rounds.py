@@ -1,0 +1,241 @@
+"""GPU benchmark of whole rounds: wall time beside kernel time, the time to stream the weights, and `model.generate`.
+
+    python examples/benchmarks/gpu_rounds.py
+
+Three targets: SmolLM2-135M (real text; needs the `demo` extra), and random weights of the shape of a dense 8B Llama and
+of Gemma-4-26B-A4B. Every SmolLM2 text is compared with plain greedy decoding before anything is timed.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import report
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
+
+from specdec import SpeculativeGenerator, drafters, trees
+
+LLAMA_8B: dict[str, Any] = {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 65_536,
+}
+GEMMA4_26B: dict[str, Any] = {
+    "hidden_size": 2816,
+    "intermediate_size": 2112,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_global_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "sliding_window": 1024,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+    "enable_moe_block": True,
+    "num_experts": 128,
+    "top_k_experts": 8,
+    "moe_intermediate_size": 704,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+    "vocab_size": 262_144,
+    "final_logit_softcapping": 30.0,
+    "max_position_embeddings": 65_536,
+}
+KINDS = {
+    "attention": ("_attend", "_combine"),
+    "experts": ("grouped", "group_gemm", "GroupProblemShape"),
+    "weights": ("gemm", "nvjet", "cublas", "cutlass", "splitK", "gemv"),
+}
+"""Kinds of kernels, by parts of their names; the rest are small ones."""
+
+
+def main() -> None:
+    """Measures the parts that were asked for and writes the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=PARTS, action="append")
+    parser.add_argument("--prompts", type=Path, help="Spec-Bench questions, a JSON line each")
+    parser.add_argument("--plain", action="store_true", help="without torch.compile")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    figures = {"read_bandwidth": report.figure(bandwidth() / 1e12, "TB/s", "a sum over 4 GB")}
+    for name in arguments.part or PARTS:
+        figures |= PARTS[name](arguments)
+        torch.cuda.empty_cache()
+        for label, entry in figures.items():
+            print(f"{label:60} {entry['value']:10.4g} {entry['unit']}", flush=True)
+    report.write("gpu-rounds", figures, device=torch.cuda.get_device_name())
+
+
+def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
+    """SmolLM2 against its own generate, eager and with a compiled static cache."""
+    from specdec.testing.smollm2 import load_smollm2
+
+    model, tokenizer = load_smollm2()
+    model = model.to(device="cuda", dtype=torch.bfloat16)
+    texts = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
+    texts = [row["turns"][0] for row in texts if row["category"] in ("summarization", "rag")][::20][:6]
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"].cuda()
+        for text in texts
+    ]
+    return against_generate("smollm2", model, prompts, new_tokens=512, compiled=not arguments.plain)
+
+
+def against_generate(
+    name: str, model: Any, prompts: list[torch.Tensor], *, new_tokens: int, compiled: bool
+) -> dict[str, Any]:
+    """Tokens per second of greedy text, beside `model.generate`; the texts are compared first."""
+    model.generation_config.eos_token_id = None
+    greedy = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    drafter = drafters.CombinedDrafter(drafters.SuffixDrafter(), drafters.PromptLookupDrafter())
+    generator = SpeculativeGenerator(model, drafter=drafter, tree=trees.BestFirst(nodes=15), execution="device")
+    if compiled:
+        generator.compile()
+    same, tokens_per_round = [], []
+    for prompt in prompts:
+        ours, plain = generator.generate(prompt, **greedy), type(model).generate(model, prompt, **greedy)
+        differs = (ours != plain).any(0).nonzero()
+        same.append(1.0 if len(differs) == 0 else (int(differs[0]) - prompt.shape[1]) / new_tokens)
+        tokens_per_round.append(generator.stats.tokens_per_round)
+    speed = timed(lambda prompt: generator.generate(prompt, **greedy), prompts) / new_tokens
+    eager = timed(lambda prompt: type(model).generate(model, prompt, **greedy), prompts[:1]) / new_tokens
+    static = {**greedy, "cache_implementation": "static"}
+    type(model).generate(model, prompts[0], **static)
+    fixed = timed(lambda prompt: type(model).generate(model, prompt, **static), prompts[:2]) / new_tokens
+    generator.generate(prompts[0], **{**greedy, "max_new_tokens": new_tokens})
+    figures = {
+        f"{name}.vs_eager_generate": report.figure(eager / speed, "times", "model.generate, eager, greedy"),
+        f"{name}.vs_static_compiled_generate": report.figure(fixed / speed, "times", "generate, compiled static cache"),
+        f"{name}.tokens_per_second": report.figure(1 / speed, "tokens/s", "wall time of generate, prompt included"),
+        f"{name}.static_tokens_per_second": report.figure(1 / fixed, "tokens/s", "the same"),
+        f"{name}.tokens_per_round": report.figure(sum(tokens_per_round) / len(prompts), "tokens", "prefill included"),
+        f"{name}.equal_to_plain": report.figure(sum(same) / len(same), "share", "greedy tokens before the first other"),
+    }
+    figures |= rounds(name, generator, prompts[0], floor=None)
+    for batch in (8, 32):
+        rows = prompts[0].expand(batch, -1)
+        generator.generate(rows, **greedy)
+        seconds = timed(lambda prompt: generator.generate(prompt, **greedy), [rows]) / new_tokens / batch
+        figures[f"{name}.b{batch}.tokens_per_second"] = report.figure(1 / seconds, "tokens/s", "all rows, wall time")
+    return figures
+
+
+def timed(run: Any, prompts: list[torch.Tensor]) -> float:
+    """Mean seconds of a call."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for prompt in prompts:
+        run(prompt)
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / len(prompts)
+
+
+def shape(name: str, model: Any, nodes: int, compiled: bool, floor: float) -> dict[str, Any]:
+    """Rounds of a model with random weights at two lengths of context."""
+    figures: dict[str, Any] = {}
+    model.generation_config.eos_token_id = None
+    for context in (1_024, 32_768):
+        generator = SpeculativeGenerator(model, tree=trees.BestFirst(nodes=nodes), execution="device")
+        if compiled:
+            generator.compile()
+        prompt = torch.randint(1000, 100_000, (1, context), device="cuda")
+        figures |= rounds(f"{name}.c{context}", generator, prompt, floor=floor if context == 1_024 else None)
+    return figures
+
+
+def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, floor: float | None) -> dict[str, Any]:
+    """Wall time of steady rounds beside the time of their kernels, by kind."""
+    walls: list[float] = []
+    last = time.perf_counter()
+    for round in generator.rounds(prompt, max_new_tokens=400, do_sample=False, pad_token_id=0):
+        now = time.perf_counter()
+        walls.append(now - last)
+        last = now
+        if round.index == 60:
+            break
+    steady = sorted(walls[10:-2])
+    wall = sum(steady) / len(steady)
+    program: Any = generator._programs._program
+    while program.pending:
+        program.read()
+    count = 10
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            program.launch()
+            program.read()
+        torch.cuda.synchronize()
+    kinds: dict[str, float] = defaultdict(float)
+    launches = 0
+    for event in profiler.key_averages():
+        if event.device_time_total > 0 and not event.key.startswith("Activity"):
+            kinds[_kind(event.key)] += event.device_time_total / 1e6 / count
+            launches += event.count
+    kernels = sum(kinds.values())
+    print(
+        name, f"wall {1e3 * wall:.3f} ms, kernels {1e3 * kernels:.3f} ms, {launches / count:.0f} launches", flush=True
+    )
+    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:14]:
+        print(f"    {event.device_time_total / count:9.1f} us {event.count / count:7.1f}  {event.key[:90]}")
+    figures = {
+        f"{name}.wall_over_kernel": report.figure(wall / kernels, "times", "sum of kernel times"),
+        f"{name}.milliseconds": report.figure(1e3 * wall, "ms", "wall time of a round"),
+        f"{name}.launches": report.figure(launches / count, "kernels", "a round"),
+    }
+    for kind, seconds in kinds.items():
+        figures[f"{name}.share.{kind}"] = report.figure(seconds / kernels, "share", "of kernel time")
+    if floor is not None:
+        figures[f"{name}.wall_over_floor"] = report.figure(wall / floor, "times", "streaming the weights once")
+    return figures
+
+
+def _kind(kernel: str) -> str:
+    return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "small")
+
+
+def llama(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A dense 8B Llama, 16 rows."""
+    with torch.device("cuda"):
+        model = LlamaForCausalLM._from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()
+    read = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n) * 2
+    return shape("llama_8b_shape", model, 15, not arguments.plain, read / bandwidth())
+
+
+def gemma(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Gemma-4-26B-A4B, 7 rows; of the experts, those that its rows touch if routing is uniform."""
+    with torch.device("cuda"):
+        model = Gemma4ForCausalLM._from_config(Gemma4TextConfig(**GEMMA4_26B), dtype=torch.bfloat16).eval()
+    experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+    dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
+    touched = 1 - (1 - 8 / 128) ** 7
+    return shape("gemma4_26b_shape", model, 6, not arguments.plain, 2 * (dense + touched * experts) / bandwidth())
+
+
+def bandwidth() -> float:
+    """Bytes per second of reading a large tensor once."""
+    data = torch.ones(2**30, device="cuda")
+    data.sum()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(10):
+        data.sum()
+    end.record()
+    end.synchronize()
+    return data.numel() * 4 * 10 / (start.elapsed_time(end) / 1e3)
+
+
+PARTS = {"smollm2": smollm2, "llama": llama, "gemma": gemma}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Drafters that can draft inside a device round: from the committed text alone, with fixed shapes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+
+from specdec import ops
+from specdec.drafters.combined import CombinedDrafter
+from specdec.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.drafters.suffix import SuffixDrafter
+from specdec.errors import UnsupportedError
+from specdec.ops.lookup_tree import MOST
+from specdec.protocols import Drafter, TreeBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLookup:
+    """Prompt lookup and suffix drafting on the device, by `ops.lookup_tree`.
+
+    Args:
+        nodes: tree budget, root excluded.
+        longest: length at which the count of matching tokens stops.
+        occurrences: earlier occurrences that go into the tree; 1 gives a chain.
+        depth: deepest node; None leaves it to the op.
+    """
+
+    nodes: int
+    longest: int = 16
+    occurrences: int = 16
+    depth: int | None = None
+
+    def __call__(
+        self, tokens: Int[Tensor, "batch capacity"], lengths: Int[Tensor, " batch"], limits: Int[Tensor, " batch"]
+    ) -> tuple[Int[Tensor, "batch width"], Int[Tensor, "batch width"], Int[Tensor, " batch"]]:
+        """Tokens, parents and number of nodes of the tree of each row."""
+        return ops.lookup_tree(
+            tokens,
+            lengths,
+            nodes=self.nodes,
+            longest=self.longest,
+            occurrences=self.occurrences,
+            depth=self.depth,
+            limits=limits,
+        )
+
+
+def on_device(drafter: Drafter, tree: TreeBuilder, nodes: int) -> DeviceLookup:
+    """The device form of a drafter and its tree builder, for a budget of `nodes`.
+
+    Text drafters draft by `ops.lookup_tree`: with the same match length and number of occurrences, but by its weights
+    instead of learned rates, and from the request's own text only.
+
+    Raises:
+        UnsupportedError: if the drafter or the tree has no device form; the message says which.
+    """
+    if getattr(tree, "sampled", False) or type(tree).__name__ not in ("BestFirst", "Chain"):
+        raise UnsupportedError(f"{tree!r} cannot be grown on the device; use trees.BestFirst or trees.Chain.")
+    sources: tuple[Any, ...] = drafter._drafters if isinstance(drafter, CombinedDrafter) else (drafter,)
+    lengths, occurrences = [], []
+    for source in sources:
+        if not isinstance(source, PromptLookupDrafter | SuffixDrafter):
+            raise UnsupportedError(
+                f"{type(source).__name__} cannot draft on the device; PromptLookupDrafter and SuffixDrafter can."
+            )
+        options = source._options
+        lengths.append(options["longest"])
+        occurrences.append(options["limit"])
+    depth = getattr(tree, "depth", None)
+    return DeviceLookup(
+        nodes=min(nodes, MOST["nodes"]),
+        longest=min(max(lengths), MOST["longest"]),
+        occurrences=1 if tree.chain else min(max(occurrences), MOST["occurrences"]),
+        depth=None if depth is None else min(depth, MOST["depth"]),
+    )

@@ -1,0 +1,262 @@
+"""Serving a request by device rounds: the host launches them, reads what they committed, and keeps the ledger.
+
+The device knows stop tokens and the length limit, so it never waits. Every other stopping criterion is asked here, per
+token and with the true prefix, a round or two late; what a row committed beyond its stop is not looked at.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import stopping_criteria
+
+from specdec import ops
+from specdec.control import Always
+from specdec.drafters.on_device import DeviceLookup, on_device
+from specdec.errors import UnsupportedError
+from specdec.hf import support
+from specdec.hf.cache import grown
+from specdec.hf.fixed_cache import FixedCache
+from specdec.hf.ledger import PREFIX_FREE, TokenLedger
+from specdec.hf.round_program import AHEAD, Choose, RoundProgram, RoundRecord
+from specdec.hf.target import ModelTarget
+from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
+from specdec.types import DraftTree, Round, StageTimes
+from specdec.verify import TargetOnly
+
+
+class Programs:
+    """The program of the last request, kept for the next one that has the same shape.
+
+    Its graph was captured with the addresses of the weights and the options of the request, so all of these count.
+    """
+
+    def __init__(self) -> None:
+        """Holds nothing yet."""
+        self._key: Any = None
+        self._program: RoundProgram | None = None
+
+    def get(
+        self,
+        target: ModelTarget,
+        ledger: TokenLedger,
+        draft: DeviceLookup,
+        choose: Choose,
+        *,
+        generator: torch.Generator | None,
+        capture: bool,
+        compiled: bool,
+    ) -> RoundProgram:
+        """A program that holds what the prompt left, with room for the whole request."""
+        device, batch = target.model_device, ledger.active.shape[0]
+        text = ledger.sequences().to(device)
+        longest = max(int(target.lengths.max()), text.shape[1]) + int(ledger.remaining.max())
+        capacity = grown(0, longest + AHEAD * (draft.nodes + 1))
+        stops = sorted(
+            token
+            for item in ledger.criteria
+            if type(item) is stopping_criteria.EosTokenCriteria
+            for token in item.eos_token_id.flatten().tolist()
+        )
+        state = ops.TextState(
+            tokens=torch.nn.functional.pad(text, (0, capacity - text.shape[1])),
+            lengths=torch.full((batch,), text.shape[1], dtype=torch.int64, device=device),
+            cached=target.lengths.to(device, copy=True),
+            positions=target.next_position.to(device, copy=True),
+            remaining=ledger.remaining.to(device),
+        )
+        weights = tuple(weight.data_ptr() for weight in target.model.parameters())
+        processors = tuple((type(item), _contents(item)) for item in ledger.processors)
+        starts = target.starts
+        codecs = tuple(rows.codec for layer in target.cache.row_layers for rows in layer.stored.values())
+        key = (
+            (batch, capacity, draft, starts is None, tuple(stops), ledger.do_sample),
+            (processors, id(generator), capture, compiled, weights, codecs),
+        )
+        if self._program is not None and key == self._key:
+            self._program.load(target.cache, state, starts)
+            return self._program
+        self._key = self._program = None  # its buffers make room for the new ones
+        cache = FixedCache(target.cache, width=draft.nodes + 1, capacity=capacity, starts=starts)
+        self._program = RoundProgram(
+            target.model,
+            cache,
+            state,
+            draft,
+            choose,
+            stops=torch.tensor(stops, dtype=torch.int64, device=device),
+            position_limit=support.position_limit(target.model.config),
+            impl="auto" if device.type == "cuda" else "reference",
+            capture=capture and device.type == "cuda",
+            compiled=compiled,
+            generator=generator,
+        )
+        self._key = key
+        return self._program
+
+
+def _contents(processor: Any) -> tuple[Any, ...]:
+    """What a processor was made with, to compare by."""
+    return tuple(
+        (name, value.flatten().tolist() if isinstance(value, Tensor) else repr(value))
+        for name, value in sorted(vars(processor).items())
+    )
+
+
+def obstacle(
+    target: ModelTarget,
+    ledger: TokenLedger,
+    drafter: Drafter,
+    tree: TreeBuilder,
+    verifier: Verifier,
+    controller: Controller,
+    nodes: int,
+    config: GenerationConfig,
+) -> str:
+    """Why a request cannot be served by device rounds; an empty string if it can."""
+    strangers = [type(item).__name__ for item in ledger.processors if type(item) not in PREFIX_FREE]
+    device = target.model_device.type
+    if type(verifier) is not TargetOnly:
+        return f"{type(verifier).__name__} decides on the host; device rounds verify by verify.TargetOnly"
+    if type(controller) is not Always:
+        return f"{type(controller).__name__} chooses another budget each round; device rounds keep theirs"
+    if strangers:
+        return f"{', '.join(strangers)} must see the prefix of each token"
+    if config.return_dict_in_generate:
+        return "only token ids are returned from device rounds (return_dict_in_generate=True asks for more)"
+    if ledger.lockstep:
+        return "a batch with criteria of one's own goes token by token"
+    if nodes < 1:
+        return "nothing is to be drafted"
+    if len(target.cache.row_layers) != len(target.cache.layers):
+        return "layers that share keys and values with another layer are not served"
+    try:
+        on_device(drafter, tree, nodes)
+        target.attention_impl("triton" if device == "cuda" else "reference")
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+@torch.no_grad()
+def device_rounds(
+    target: ModelTarget,
+    ledger: TokenLedger,
+    drafter: Drafter,
+    tree: TreeBuilder,
+    programs: Programs,
+    *,
+    nodes: int,
+    generator: torch.Generator | None,
+    capture: bool = True,
+    compiled: bool = False,
+) -> Iterator[Round]:
+    """Yields the rounds of one request, as `specdec.rounds.rounds` does.
+
+    Args:
+        target: the model, bound to its prompts; nothing was run yet.
+        ledger: the committed tokens, on the CPU.
+        drafter: a drafter with a device form.
+        tree: its tree builder.
+        programs: where the program of the request before may be found.
+        nodes: tree budget, root excluded.
+        generator: source of randomness.
+        capture: whether rounds are captured as a graph, on a CUDA device.
+        compiled: whether `torch.compile` fuses what lies between matrix products.
+    """
+    mark = time.perf_counter()
+    choose = chooser(ledger.processors, greedy=not ledger.do_sample, generator=generator)
+    output = target.prefill()
+    first = choose(output.logits).cpu()
+    batch = first.shape[0]
+    ledger.commit(first[:, 0], ledger.active)
+    now = time.perf_counter()
+    yield _round(0, DraftTree.from_root(ledger.roots), torch.full((batch, 1), -1), first, 0, now - mark)
+    if not bool(ledger.active.any()):
+        return
+    draft = on_device(drafter, tree, nodes)
+    program = programs.get(target, ledger, draft, choose, generator=generator, capture=capture, compiled=compiled)
+    shortest = longest = int(target.lengths.max())
+    index, before = 0, [False] * batch
+    mark = time.perf_counter()
+    while bool(ledger.active.any()):
+        while program.pending < AHEAD and program.cache.fits(shortest, longest + program.pending * program.cache.width):
+            program.launch()
+        record = program.read()
+        index += 1
+        shortest, longest = shortest + min(record.counts), longest + max(record.counts)
+        committed, counts = _commit(ledger, record)
+        stopped = [not running for running in ledger.active.tolist()]
+        if stopped != before and not all(stopped):
+            program.stop(stopped)
+        before = stopped
+        now = time.perf_counter()
+        yield _round_of(index, record, committed, counts, nodes, now - mark)
+        mark = time.perf_counter()
+
+
+def chooser(processors: list[Any], *, greedy: bool, generator: torch.Generator | None) -> Choose:
+    """The target's token after each node: the first maximum of the processed logits, or a draw."""
+
+    def choose(logits: Float[Tensor, "batch nodes vocab"]) -> Int[Tensor, "batch nodes"]:
+        if greedy and not processors:
+            return logits.argmax(-1)
+        scores = logits.flatten(0, 1).to(torch.float32)
+        for processor in processors:
+            scores = processor(None, scores)
+        if greedy:
+            return scores.argmax(-1).view(logits.shape[:2])
+        # The largest of probability over an exponential variable is a draw from the law.
+        waits = torch.empty_like(scores).exponential_(generator=generator)
+        return (scores.softmax(-1) / waits).argmax(-1).view(logits.shape[:2])
+
+    return choose
+
+
+def _commit(ledger: TokenLedger, record: RoundRecord) -> tuple[Tensor, list[int]]:
+    """Commits what a round found, a token of each row at a time; returns the tokens and how many each row took."""
+    most = max(1, *record.counts)
+    counts = [0] * len(record.counts)
+    for step in range(max(record.counts)):
+        rows = ledger.active & torch.tensor([count > step for count in record.counts])
+        ledger.commit(torch.tensor([row[step] for row in record.committed]), rows)
+        counts = [count + taken for count, taken in zip(counts, rows.tolist(), strict=True)]
+    tokens = torch.tensor([row[:most] for row in record.committed])
+    return tokens.masked_fill(torch.arange(most) >= torch.tensor(counts)[:, None], -1), counts
+
+
+def _round_of(
+    index: int, record: RoundRecord, committed: Tensor, counts: list[int], budget: int, seconds: float
+) -> Round:
+    """The public record of a device round."""
+    children = []
+    for row, count in enumerate(counts):
+        tokens, parents = record.tokens[row], record.parents[row]
+        nodes = {(parents[node], tokens[node]): node for node in range(1, record.num_nodes[row])}
+        steps = zip(record.path[row][:count], record.committed[row][:count], strict=True)
+        taken = [nodes.get(step, -1) for step in steps]
+        children.append(taken + [-1] * (committed.shape[1] - count))
+    tree = DraftTree(
+        tokens=torch.tensor(record.tokens),
+        parents=torch.tensor(record.parents),
+        num_nodes=torch.tensor(record.num_nodes),
+        scores=torch.zeros(len(counts), len(record.tokens[0])),
+    )
+    return _round(index, tree, torch.tensor(children), committed, budget, seconds)
+
+
+def _round(index: int, tree: DraftTree, path: Tensor, committed: Tensor, budget: int, seconds: float) -> Round:
+    return Round(
+        index=index,
+        tree=tree,
+        path=path,
+        num_accepted=(path >= 0).sum(-1),
+        committed=committed,
+        num_committed=(committed >= 0).sum(-1),
+        budget=budget,
+        times=StageTimes(verify=seconds),
+    )

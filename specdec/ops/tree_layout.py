@@ -1,0 +1,66 @@
+"""What a verify pass has to know about a tree: who sees whom, and how deep each node lies.
+
+Trees arrive as parents in topological order. Every other part of a round goes by these two tensors, so a captured
+round computes them once, on the device.
+"""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from specdec.errors import ShapeError
+from specdec.ops import _dispatch
+from specdec.ops._attention_call import WORD
+from specdec.ops._dispatch import Impl
+
+
+def tree_layout(
+    parents: Int[Tensor, "batch nodes"], num_nodes: Int[Tensor, " batch"], *, impl: Impl = "auto"
+) -> tuple[Int[Tensor, "batch nodes words"], Int[Tensor, "batch nodes"]]:
+    """Ancestor masks and depths of the nodes of a tree.
+
+    Args:
+        parents: of each node, a smaller index; -1 for the root and for padding.
+        num_nodes: nodes in use per row, the root included; 0 for a row without a tree.
+        impl: which implementation runs; see `specdec.ops`.
+
+    Returns:
+        Ancestors of each node, itself included, as int64 bit masks (all zeros for padding, which so attends to
+        nothing), and depths (0 for the root and for padding).
+
+    Raises:
+        ShapeError: for other shapes or dtypes.
+        UnsupportedError: if `impl="triton"` cannot run here.
+
+    Example:
+        >>> import torch
+        >>> from specdec import ops
+        >>> visible, depths = ops.tree_layout(torch.tensor([[-1, 0, 0, 1]]), torch.tensor([4]))
+        >>> [f"{mask:04b}" for mask in visible[0, :, 0].tolist()], depths.tolist()
+        (['0001', '0011', '0101', '1011'], [[0, 1, 1, 2]])
+    """
+    if parents.dim() != 2 or parents.shape[1] < 1 or num_nodes.shape != parents.shape[:1]:
+        raise ShapeError(
+            "tree_layout: parents must be [batch, nodes] with at least the root, and num_nodes [batch], got "
+            f"{list(parents.shape)} and {list(num_nodes.shape)}."
+        )
+    if parents.dtype != torch.int64 or num_nodes.dtype != torch.int64:
+        raise ShapeError(f"tree_layout: takes int64 tensors, got {parents.dtype} and {num_nodes.dtype}.")
+    kernel = _dispatch.choose("tree_layout", impl, parents.device)
+    answer: tuple[Tensor, Tensor] = (_reference if kernel is None else kernel.launch)(parents, num_nodes)
+    return answer
+
+
+def _reference(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
+    """Relates nodes to ancestors twice as far away in every step, without reading the device."""
+    nodes = parents.shape[1]
+    index = torch.arange(nodes, device=parents.device)
+    valid = index < num_nodes[:, None]
+    reach = (parents[:, :, None] == index) | (index[:, None] == index)
+    for _ in range(max(1, (nodes - 1).bit_length())):
+        reach = (reach.to(torch.float32) @ reach.to(torch.float32)) > 0
+    reach &= valid[:, :, None]
+    depths = (reach.sum(-1) - 1).clamp_min(0)
+    words = -(-nodes // WORD)
+    bits = torch.nn.functional.pad(reach, (0, words * WORD - nodes)).unflatten(-1, (words, WORD)).to(torch.int64)
+    return torch.bitwise_left_shift(bits, torch.arange(WORD, device=parents.device)).sum(-1), depths

@@ -1,0 +1,154 @@
+"""Writes new keys and values of one layer into a preallocated cache, in the form in which it stores them.
+
+Where a row goes is a number on the device, and a slot outside the buffers drops it, so shapes are the same in every
+round: a captured CUDA graph writes as many rows as it was captured for, and the host reads nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specdec.errors import ShapeError, UnsupportedError
+from specdec.ops import _dispatch
+from specdec.ops.hadamard import hadamard
+from specdec.ops.quantize import to_fp8, to_int8
+
+PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+CODES = {torch.int8: "int8", torch.uint8: "fp8", torch.float8_e4m3fn: "fp8"}
+ENCODE = {"int8": to_int8, "fp8": to_fp8}
+
+
+def write_rows(
+    keys: Float[Tensor, "batch heads new dim"],
+    values: Float[Tensor, "batch heads new value_dim"],
+    key_parts: tuple[Tensor, ...],
+    value_parts: tuple[Tensor, ...],
+    slots: Int[Tensor, "batch new"],
+    *,
+    rotate_keys: bool = False,
+    rotate_values: bool = False,
+    impl: _dispatch.Impl = "auto",
+) -> None:
+    """Encodes new rows and writes them into their slots, in place; the kernel takes one launch.
+
+    The buffers say how rows are stored: one buffer `[batch, heads, capacity, dim]` of floating-point numbers holds them
+    as they are, cast to its dtype; codes of that shape and float32 scales `[batch, heads, capacity, 1]` hold them as
+    `kv.Int8` does (int8 codes) or `kv.FP8` with one scale per token (uint8 or float8_e4m3fn codes). Rotated, they hold
+    what `kv.Hadamard` of that codec does.
+
+    Args:
+        keys: new rows, any strides.
+        values: like `keys`; the last dimension may differ.
+        key_parts: buffers of the keys, any strides.
+        value_parts: buffers of the values.
+        slots: where row i of batch row b goes; a row whose slot is outside `0 .. capacity - 1` is dropped. Slots of a
+            batch row must differ.
+        rotate_keys: whether keys are rotated first, as by `hadamard`.
+        rotate_values: whether values are.
+        impl: which implementation runs; see `specdec.ops`. Both give the same to the last bit, unless rotated: then
+            rotated numbers may differ in their last bit, and a code by one step.
+
+    Raises:
+        ShapeError: for shapes that do not belong together, dtypes that are no rows or slots, and devices that differ.
+        UnsupportedError: for buffers of another form, or if `impl="triton"` cannot run here.
+
+    Example:
+        >>> import torch
+        >>> from specdec import ops
+        >>> keys, values = torch.zeros(1, 1, 4, 2, dtype=torch.int8), torch.zeros(1, 1, 4, 2)
+        >>> scales, new = torch.zeros(1, 1, 4, 1), torch.tensor([[[[1.0, -0.5], [3.0, 4.0]]]])
+        >>> ops.write_rows(new, new, (keys, scales), (values,), slots=torch.tensor([[2, -1]]))
+        >>> keys[0, 0].tolist(), values[0, 0].tolist()
+        ([[0, 0], [0, 0], [127, -64], [0, 0]], [[0.0, 0.0], [0.0, 0.0], [1.0, -0.5], [0.0, 0.0]])
+    """
+    sides = Side("key", keys, key_parts, rotate_keys), Side("value", values, value_parts, rotate_values)
+    _check(sides, slots)
+    kernel: Any = _dispatch.choose("write_rows", impl, slots.device)
+    floats = {side.rows.dtype for side in sides} | {side.parts[0].dtype for side in sides if side.form == "plain"}
+    if kernel is not None and not floats <= set(kernel.DTYPES):
+        if impl == "triton":
+            raise UnsupportedError(f"write_rows: the kernel takes {kernel.DTYPES}, got {sorted(map(str, floats))}.")
+        kernel = None
+    if 0 in (slots.numel(), keys.shape[1], key_parts[0].shape[2]):
+        return
+    if kernel is not None:
+        kernel.launch(*sides, slots)
+        return
+    for side in sides:
+        _write(side, slots)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The keys or the values of a call: new rows, their buffers, and whether they are rotated."""
+
+    name: str
+    rows: Tensor
+    parts: tuple[Tensor, ...]
+    rotate: bool
+
+    @property
+    def form(self) -> str:
+        """How rows are stored: `plain`, `int8` or `fp8`; an empty string if the buffers are of no known form."""
+        dtypes = [part.dtype for part in self.parts]
+        if len(dtypes) == 1 and dtypes[0] in PLAIN:
+            return "plain"
+        return CODES.get(dtypes[0], "") if len(dtypes) == 2 and dtypes[1] == torch.float32 else ""
+
+    def encode(self) -> tuple[Tensor, ...]:
+        """The rows as they are stored."""
+        rows = hadamard(self.rows) if self.rotate else self.rows
+        if self.form == "plain":
+            return (rows.to(self.parts[0].dtype),)
+        codes, scales = ENCODE[self.form](rows)
+        return codes.view(self.parts[0].dtype), scales
+
+
+def _write(side: Side, slots: Tensor) -> None:
+    """The definition in plain torch. A row that is dropped repeats the write of one that is not."""
+    batch, new = slots.shape
+    capacity = side.parts[0].shape[2]
+    kept = (slots >= 0) & (slots < capacity)
+    some = kept.any(1)
+    order = torch.where(kept, torch.arange(new, device=slots.device), kept.int().argmax(1, keepdim=True))
+    # Where all rows of a batch row are dropped, slot 0 is written as it is.
+    target = slots.gather(1, order).masked_fill(~some[:, None], 0).long()
+    row = torch.arange(batch, device=slots.device)[:, None]
+    for part, code in zip(side.parts, side.encode(), strict=True):
+        buffer, content = (each.view(torch.uint8) if each.element_size() == 1 else each for each in (part, code))
+        chosen = content[row, :, order]  # [batch, new, heads, width]
+        buffer[row, :, target] = torch.where(some[:, None, None, None], chosen, buffer[row, :, target])
+
+
+def _check(sides: tuple[Side, Side], slots: Tensor) -> None:
+    """Raises for arguments that do not belong together."""
+
+    def demand(condition: bool, message: str) -> None:
+        if not condition:
+            raise ShapeError(f"write_rows: {message}.")
+
+    lead = sides[0].rows.shape[:3]
+    for side in sides:
+        name, rows, parts = side.name, side.rows, side.parts
+        demand(
+            rows.dim() == 4 and rows.shape[:3] == lead,
+            f"{name}s must be [batch, heads, new, dim], keys and values alike up to dim, got {list(rows.shape)}",
+        )
+        demand(rows.dtype in PLAIN, f"{name}s must hold floating-point numbers, got {rows.dtype}")
+        if not side.form:
+            raise UnsupportedError(
+                f"write_rows: {name}_parts must be one buffer of floating-point numbers, or int8, uint8 or "
+                f"float8_e4m3fn codes and float32 scales, got {[part.dtype for part in parts]}."
+            )
+        capacity = sides[0].parts[0].shape[2] if sides[0].parts[0].dim() == 4 else "capacity"
+        for part, width in zip(parts, (rows.shape[3], 1), strict=False):
+            wanted = [*lead[:2], capacity, width]
+            demand(list(part.shape) == wanted, f"a buffer of {name}_parts must be {wanted}, got {list(part.shape)}")
+    demand(slots.shape == (lead[0], lead[2]), f"slots must be {[lead[0], lead[2]]}, got {list(slots.shape)}")
+    whole = not (slots.is_floating_point() or slots.is_complex() or slots.dtype == torch.bool)
+    demand(whole, f"slots must hold integers, got {slots.dtype}")
+    devices = {each.device for side in sides for each in (side.rows, *side.parts)} | {slots.device}
+    demand(len(devices) == 1, f"all tensors must be on one device, got {sorted(map(str, devices))}")

@@ -1,0 +1,57 @@
+"""What NVIDIA devices of compute capability 9 and later can do at a launch, and others cannot.
+
+Programmatic dependent launch: a kernel is set up while the one before it still runs. The later kernel waits before it
+reads; the earlier one says early that it may be set up.
+
+Tile descriptors: the copy engine fetches a whole tile of a tensor, so that no thread computes addresses.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from specdec_kernels import interpreted
+
+
+def pdl(device: torch.device) -> bool:
+    """Whether kernels on a device may be launched this way."""
+    return not interpreted() and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def launch_late(device: torch.device) -> dict[str, Any]:
+    """Launch options of the later kernel."""
+    return {"launch_pdl": True} if pdl(device) else {}
+
+
+def tiled(rows: Tensor | None) -> bool:
+    """Whether the copy engine can fetch tiles of `[batch, heads, slots, width]`: aligned, a power of two wide.
+
+    Nothing to fetch is no obstacle. Scales, of width 1, are fetched along the slots.
+    """
+    if rows is None:
+        return True
+    line = rows.squeeze(3) if rows.shape[3] == 1 else rows
+    width, size = rows.shape[3], rows.element_size()
+    return (
+        (interpreted() or pdl(rows.device))
+        and width & (width - 1) == 0
+        and line.stride(-1) == 1
+        and rows.numel() > 0
+        and rows.data_ptr() % 16 == 0
+        and all(step * size % 16 == 0 for step in line.stride()[:-1])
+    )
+
+
+def tiles(rows: Tensor | None, tile: int) -> TensorDescriptor | None:
+    """Tiles of `tile` slots of one head."""
+    if rows is None:
+        return None
+    if rows.shape[3] == 1:
+        return TensorDescriptor.from_tensor(rows.squeeze(3), [1, 1, tile])
+    return TensorDescriptor.from_tensor(rows, [1, 1, tile, rows.shape[3]])
+
+
+__all__ = ["gdc_launch_dependents", "gdc_wait", "launch_late", "pdl", "tiled", "tiles"]
