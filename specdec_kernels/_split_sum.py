@@ -7,7 +7,7 @@ from torch import Tensor
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_COLUMNS = 128  # value dimensions that one program adds up
+_COLUMNS = 64  # value dimensions that one program adds up
 
 
 def combine(
@@ -15,6 +15,7 @@ def combine(
 ) -> None:
     """Fills `output` and `lse` from the sums, maxima (base 2) and denominators `[batch, heads, rows, splits, ...]`."""
     batch, heads, rows, splits, value_dim = parts.shape
+    padded = triton.next_power_of_2(splits)
     _combine[(batch * heads * rows, triton.cdiv(value_dim, _COLUMNS))](
         parts,
         tops,
@@ -28,11 +29,10 @@ def combine(
         splits,
         VALUE_DIM=value_dim,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(value_dim)),
-        SPLITS_PADDED=triton.next_power_of_2(splits),
-        CHUNK=min(16, triton.next_power_of_2(splits)),
+        SPLITS_PADDED=padded,
         ORDERED=ordered,
         LATE=pdl(parts.device),
-        num_warps=1,
+        num_warps=min(8, max(1, padded * _COLUMNS // 2048)),
         **launch_late(parts.device),
     )
 
@@ -55,7 +55,6 @@ def _combine(
     VALUE_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
-    CHUNK: tl.constexpr,
     ORDERED: tl.constexpr,
     LATE: tl.constexpr,
 ):
@@ -90,14 +89,9 @@ def _combine(
     else:
         fade = tl.exp2(top - base)
         whole = tl.sum(total * fade, 0)
-        acc = tl.zeros([COLUMNS], tl.float32)
-        for first in tl.static_range(0, SPLITS_PADDED, CHUNK):
-            split = first + tl.arange(0, CHUNK)
-            kept = (split < splits)[:, None] & inside[None, :]
-            chunk = parts + (place * splits + split)[:, None] * VALUE_DIM + column[None, :]
-            part = tl.load(chunk, mask=kept, other=0.0).to(tl.float32)
-            fade = tl.exp2(tl.load(tops + place * splits + split, mask=split < splits, other=float("-inf")) - base)
-            acc += tl.sum(part * fade[:, None], 0)
+        kept = (split < splits)[:, None] & inside[None, :]
+        part = tl.load(parts + (place * splits + split)[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
+        acc = tl.sum(part.to(tl.float32) * fade[:, None], 0)
     if sinks is not None:
         whole = tl.where(used, whole + tl.exp2(sink - base), 0.0)
     whole = tl.where(used, whole, 1.0)

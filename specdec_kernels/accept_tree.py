@@ -21,9 +21,9 @@ def launch(
     """See `specdec.ops.accept_tree`, which checks the arguments."""
     batch, nodes = tokens.shape
     path, found = (torch.empty(batch, nodes, dtype=torch.int64, device=tokens.device) for _ in range(2))
-    counts = torch.empty_like(num_nodes)
-    tokens, parents, visible, depths, chosen = (
-        given.contiguous() for given in (tokens, parents, visible, depths, chosen)
+    counts = num_nodes.new_empty(batch)
+    tokens, parents, num_nodes, visible, depths, chosen, stops = (
+        given.contiguous() for given in (tokens, parents, num_nodes, visible, depths, chosen, stops)
     )
     _accept[(batch,)](
         tokens,

@@ -245,16 +245,16 @@ def _attend(
         mask=exists[:, None] & (column < DIM)[None, :],
         other=0.0,
     )
-    factors = tl.full([BLOCK], scale if CAPPED else scale * LOG2E, tl.float32)
+    factor = scale if CAPPED else scale * LOG2E
     if INTEGER:
         # Queries as two bytes, the high one first: products with INT8 keys are then exact, and keys stay as they are.
-        peak = tl.max(tl.abs(q.to(tl.float32)), 1)
+        peak = tl.max(tl.where(used[:, None], tl.abs(q.to(tl.float32)), 0.0))
         unit = tl.where(peak > 0, peak, 1.0) / 16256.0
-        q_whole = tl.floor(q.to(tl.float32) / unit[:, None] + 0.5).to(tl.int32)
+        q_whole = tl.floor(tl.where(used[:, None], q.to(tl.float32), 0.0) / unit + 0.5).to(tl.int32)
         q_upper = (q_whole + 64) >> 7
         q_lower = (q_whole - (q_upper << 7)).to(tl.int8)
         q_upper = q_upper.to(tl.int8)
-        factors *= unit
+        factor *= unit
     if blocks is not None:
         blocks += batch * block_batch
     kv_head = group.to(tl.int64)
@@ -289,14 +289,15 @@ def _attend(
                     scores = tl.dot(q_lower, tl.trans(k), products, out_dtype=tl.int32).to(tl.float32)
                 else:
                     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-                scores *= factors[:, None]
-                if key_scales is not None:
+                if key_scales is None:
+                    scores *= factor
+                else:
                     if part == 1 and key_scale_tiles is not None:
                         key_scale = key_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
                     else:
                         places = key_scales + page * key_scale_batch + inner * key_scale_slot
                         key_scale = tl.load(places, mask=readable, other=0.0)
-                    scores *= key_scale[None, :]
+                    scores *= (key_scale * factor)[None, :]
                 if CAPPED:
                     scores = _tanh(scores / softcap) * (softcap * LOG2E)
                 if part == 1 and value_tiles is not None:

@@ -1,6 +1,5 @@
 """Ancestor masks and depths of a tree, one program per batch row."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,10 +10,10 @@ def launch(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
     batch, nodes = parents.shape
     words = triton.cdiv(nodes, 64)
     visible = parents.new_empty(batch, nodes, words)
-    depths = torch.empty_like(parents)
+    depths = parents.new_empty(batch, nodes)
     _layout[(batch,)](
         parents,
-        num_nodes,
+        num_nodes.contiguous(),
         visible,
         depths,
         parents.stride(0),
@@ -45,7 +44,7 @@ def _layout(
     node = tl.arange(0, PADDED)
     used = node < tl.load(num_nodes + row)
     parent = tl.load(parents + row * parent_batch + node * parent_node, mask=node < NODES, other=-1)
-    # Relates every node to ancestors twice as far away in each step; counts of paths are 0 or 1, so float16 is exact.
+    # Relates every node to ancestors twice as far away in each step; counts are small integers, so float16 is exact.
     reach = ((parent[:, None] == node[None, :]) | (node[:, None] == node[None, :])).to(tl.float16)
     for _ in tl.static_range(STEPS):
         reach = (tl.dot(reach, reach) > 0).to(tl.float16)

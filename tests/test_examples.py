@@ -11,7 +11,10 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-SAYS = {"quickstart": "Same tokens as plain greedy decoding: yes"}
+SAYS = {
+    "quickstart": "Same tokens as plain greedy decoding: yes",
+    "device_rounds": "Same tokens as plain greedy decoding, both: yes",
+}
 """What an example must have found."""
 
 

@@ -1,8 +1,8 @@
 """GPU benchmark of whole rounds: wall time beside kernel time, the time to stream the weights, and `model.generate`.
 
-    python examples/benchmarks/gpu_rounds.py
+    python examples/benchmarks/gpu_rounds.py --prompts spec_bench.jsonl
 
-Three targets: SmolLM2-135M (real text; needs the `demo` extra), and random weights of the shape of a dense 8B Llama and
+or part by part, `--part llama --save llama.json`, and then `--merge llama.json gemma.json smollm2.json`. Three targets: SmolLM2-135M (real text; needs the `demo` extra), and random weights of the shape of a dense 8B Llama and
 of Gemma-4-26B-A4B. Every SmolLM2 text is compared with plain greedy decoding before anything is timed.
 """
 
@@ -15,8 +15,9 @@ from typing import Any
 
 import report
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from transformers import Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
 from specdec import SpeculativeGenerator, drafters, trees
 
@@ -65,15 +66,25 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append")
     parser.add_argument("--prompts", type=Path, help="Spec-Bench questions, a JSON line each")
     parser.add_argument("--plain", action="store_true", help="without torch.compile")
+    parser.add_argument("--save", type=Path, help="write raw results here instead of the report")
+    parser.add_argument("--merge", type=Path, nargs="+", help="saved raw results to make the report from")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    figures = {"read_bandwidth": report.figure(bandwidth() / 1e12, "TB/s", "a sum over 4 GB")}
-    for name in arguments.part or PARTS:
-        figures |= PARTS[name](arguments)
-        torch.cuda.empty_cache()
-        for label, entry in figures.items():
-            print(f"{label:60} {entry['value']:10.4g} {entry['unit']}", flush=True)
-    report.write("gpu-rounds", figures, device=torch.cuda.get_device_name())
+    raw: dict[str, Any] = {"figures": {}}
+    if arguments.merge:
+        for path in arguments.merge:
+            part = json.loads(path.read_text(encoding="utf-8"))
+            raw = {**part, "figures": raw["figures"] | part["figures"]}
+    else:
+        torch.manual_seed(0)
+        raw = {"device": torch.cuda.get_device_name(), "versions": report.installed(), "figures": {}}
+        raw["figures"]["read_bandwidth"] = report.figure(bandwidth() / 1e12, "TB/s", "a sum over 4 GB")
+        for name in arguments.part or PARTS:
+            raw["figures"] |= PARTS[name](arguments)
+            torch.cuda.empty_cache()
+    if arguments.save:
+        arguments.save.write_text(json.dumps(raw), encoding="utf-8")
+    else:
+        report.write("gpu-rounds", raw["figures"], device=raw["device"], versions=raw["versions"])
 
 
 def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -83,7 +94,7 @@ def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = load_smollm2()
     model = model.to(device="cuda", dtype=torch.bfloat16)
     texts = [json.loads(line) for line in arguments.prompts.read_text(encoding="utf-8").splitlines()]
-    texts = [row["turns"][0] for row in texts if row["category"] in ("summarization", "rag")][::20][:6]
+    texts = [row["turns"][0] for row in texts if row["category"] in ("summarization", "rag")][::60][:3]
     prompts = [
         tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -147,12 +158,36 @@ def shape(name: str, model: Any, nodes: int, compiled: bool, floor: float) -> di
     figures: dict[str, Any] = {}
     model.generation_config.eos_token_id = None
     for context in (1_024, 32_768):
+        if context == 1_024:
+            figures |= eager(name, model, nodes, context)
         generator = SpeculativeGenerator(model, tree=trees.BestFirst(nodes=nodes), execution="device")
         if compiled:
             generator.compile()
         prompt = torch.randint(1000, 100_000, (1, context), device="cuda")
         figures |= rounds(f"{name}.c{context}", generator, prompt, floor=floor if context == 1_024 else None)
     return figures
+
+
+def eager(name: str, model: Any, nodes: int, context: int) -> dict[str, Any]:
+    """One verify pass of plain transformers: eager, a `DynamicCache`, as many rows as a round has."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(1000, 100_000, (1, context), device="cuda"), cache=cache, logits_to_keep=1)
+        rows = torch.randint(1000, 100_000, (1, nodes + 1), device="cuda")
+
+        def verify() -> None:
+            model(rows, cache=cache)
+
+        verify()
+        wall = timed(lambda _: verify(), [rows] * 5)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            verify()
+            torch.cuda.synchronize()
+    spans = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return {
+        f"{name}.c{context}.eager.milliseconds": report.figure(1e3 * wall, "ms", "transformers, one verify pass"),
+        f"{name}.c{context}.eager.wall_over_kernel": report.figure(wall / busy(spans), "times", "the same"),
+    }
 
 
 def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, floor: float | None) -> dict[str, Any]:
@@ -177,27 +212,32 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
             program.read()
         torch.cuda.synchronize()
     kinds: dict[str, float] = defaultdict(float)
-    launches = 0
-    for event in profiler.key_averages():
-        if event.device_time_total > 0 and not event.key.startswith("Activity"):
-            kinds[_kind(event.key)] += event.device_time_total / 1e6 / count
-            launches += event.count
-    kernels = sum(kinds.values())
-    print(
-        name, f"wall {1e3 * wall:.3f} ms, kernels {1e3 * kernels:.3f} ms, {launches / count:.0f} launches", flush=True
-    )
-    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:14]:
+    spans = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    for event in spans:
+        kinds[_kind(event.name)] += event.time_range.elapsed_us() / 1e6 / count
+    kernels, launches = busy(spans) / count, len(spans) / count
+    print(name, f"wall {1e3 * wall:.3f} ms, kernels {1e3 * kernels:.3f} ms, {launches:.0f} launches", flush=True)
+    for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:8]:
         print(f"    {event.device_time_total / count:9.1f} us {event.count / count:7.1f}  {event.key[:90]}")
     figures = {
-        f"{name}.wall_over_kernel": report.figure(wall / kernels, "times", "sum of kernel times"),
+        f"{name}.wall_over_kernel": report.figure(wall / kernels, "times", "time in which a kernel runs"),
         f"{name}.milliseconds": report.figure(1e3 * wall, "ms", "wall time of a round"),
-        f"{name}.launches": report.figure(launches / count, "kernels", "a round"),
+        f"{name}.launches": report.figure(launches, "kernels", "a round"),
     }
     for kind, seconds in kinds.items():
-        figures[f"{name}.share.{kind}"] = report.figure(seconds / kernels, "share", "of kernel time")
+        figures[f"{name}.share.{kind}"] = report.figure(seconds / sum(kinds.values()), "share", "of kernel times")
     if floor is not None:
         figures[f"{name}.wall_over_floor"] = report.figure(wall / floor, "times", "streaming the weights once")
     return figures
+
+
+def busy(spans: list[Any]) -> float:
+    """Seconds in which at least one kernel runs: one that is launched early waits while another runs."""
+    total, end = 0.0, 0.0
+    for span in sorted(spans, key=lambda span: span.time_range.start):
+        total += max(0.0, span.time_range.end - max(end, span.time_range.start))
+        end = max(end, span.time_range.end)
+    return total / 1e6
 
 
 def _kind(kernel: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import report
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from specdec import kv, ops
 from specdec.trees import topology
@@ -41,6 +42,9 @@ def main() -> None:
         figures[f"share.{label}"] = report.figure(problem.bytes / ours / limit, "share", "the read bandwidth")
         figures[f"microseconds.{label}"] = report.figure(1e6 * ours, "us", "one launch and its sum")
         figures[f"vs_sdpa.{label}"] = report.figure(seconds(problem.sdpa) / ours, "times", "SDPA with a mask")
+        if context == CONTEXTS[0]:
+            flex = seconds(problem.flex()) / ours
+            figures[f"vs_flex.{label}"] = report.figure(flex, "times", "compiled FlexAttention with the tree as a mask")
         print(label, f"{figures[f'share.{label}']['value']:.2f}", f"{1e6 * ours:.1f} us", flush=True)
     for batch in (1, 4):
         problem = Problem(2, 8, 512, 7, 32_768, batch=batch)
@@ -100,6 +104,17 @@ class Problem:
         return torch.nn.functional.scaled_dot_product_attention(
             self.query, keys, values, attn_mask=self.mask, enable_gqa=True
         )
+
+    def flex(self) -> Callable[[int], Tensor]:
+        """FlexAttention, compiled, with a block mask over the slots and the ancestors of each node."""
+        rows, sees, length = self.query.shape[2], self.mask[0, 0], self.mask.shape[-1]
+
+        def visible(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:  # noqa: ARG001
+            return sees[row, slot]
+
+        block = create_block_mask(visible, None, None, rows, length, device="cuda")
+        attend: Any = torch.compile(flex_attention, dynamic=False)
+        return lambda turn: attend(self.query, *self.caches[turn % len(self.caches)], block_mask=block, enable_gqa=True)
 
     def _attend(self, keys: Tensor, values: Tensor, **options: Any) -> Tensor:
         return ops.tree_attention(

@@ -112,6 +112,11 @@ class ModelDrafter:
     def __repr__(self) -> str:
         return f"<ModelDrafter: {type(self.model).__name__}, overflow={self._overflow!r}>"
 
+    @property
+    def maps_vocabulary(self) -> bool:
+        """Whether tokens of the two models correspond by a map instead of being the same."""
+        return self._tokenizer is not None or self._given_vocabulary is not None
+
     def start(self, context: DraftContext) -> None:
         """Runs the draft model over the committed tokens, the last one left out."""
         if context.open_model is None:

@@ -16,10 +16,10 @@ from transformers.generation import stopping_criteria
 
 from specdec import ops
 from specdec.control import Always
-from specdec.drafters.on_device import DeviceLookup, on_device
 from specdec.errors import UnsupportedError
 from specdec.hf import support
 from specdec.hf.cache import grown
+from specdec.hf.device_draft import DeviceChain, Draft, device_form
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.ledger import PREFIX_FREE, TokenLedger
 from specdec.hf.round_program import AHEAD, Choose, RoundProgram, RoundRecord
@@ -44,7 +44,7 @@ class Programs:
         self,
         target: ModelTarget,
         ledger: TokenLedger,
-        draft: DeviceLookup,
+        draft: Draft,
         choose: Choose,
         *,
         generator: torch.Generator | None,
@@ -69,18 +69,30 @@ class Programs:
             positions=target.next_position.to(device, copy=True),
             remaining=ledger.remaining.to(device),
         )
-        weights = tuple(weight.data_ptr() for weight in target.model.parameters())
+        # Merged projections are copies, which a change in place would leave behind.
+        weights = tuple(
+            (weight.data_ptr(), weight._version if compiled and not weight.is_inference() else 0)
+            for weight in target.model.parameters()
+        )
         processors = tuple((type(item), _contents(item)) for item in ledger.processors)
-        starts = target.starts
+        starts = None if target.starts is None else target.starts.to(device, copy=True)
         codecs = tuple(rows.codec for layer in target.cache.row_layers for rows in layer.stored.values())
         key = (
             (batch, capacity, draft, starts is None, tuple(stops), ledger.do_sample),
             (processors, id(generator), capture, compiled, weights, codecs),
         )
-        if self._program is not None and key == self._key:
-            self._program.load(target.cache, state, starts)
-            return self._program
-        self._key = self._program = None  # its buffers make room for the new ones
+        impl: ops.Impl = "auto" if device.type == "cuda" else "reference"
+        kept = self._program if key == self._key else None
+        if kept is None:
+            self._key = self._program = None  # its buffers make room for the new ones
+        else:
+            draft = kept.draft
+        if isinstance(draft, DeviceChain):
+            context = ledger.draft_context(target)
+            draft.prepare(context.tokens.to(device), context.mask.to(device), capacity, impl)
+        if kept is not None:
+            kept.load(target.cache, state, starts)
+            return kept
         cache = FixedCache(target.cache, width=draft.nodes + 1, capacity=capacity, starts=starts)
         self._program = RoundProgram(
             target.model,
@@ -90,7 +102,7 @@ class Programs:
             choose,
             stops=torch.tensor(stops, dtype=torch.int64, device=device),
             position_limit=support.position_limit(target.model.config),
-            impl="auto" if device.type == "cuda" else "reference",
+            impl=impl,
             capture=capture and device.type == "cuda",
             compiled=compiled,
             generator=generator,
@@ -132,10 +144,14 @@ def obstacle(
         return "a batch with criteria of one's own goes token by token"
     if nodes < 1:
         return "nothing is to be drafted"
+    if target._token_type is not None:
+        return "token_type_ids are not handed on"
+    if any(weight.device != target.model_device for weight in target.model.parameters()):
+        return "the model is spread over several devices"
     if len(target.cache.row_layers) != len(target.cache.layers):
         return "layers that share keys and values with another layer are not served"
     try:
-        on_device(drafter, tree, nodes)
+        device_form(drafter, tree, nodes)
         target.attention_impl("triton" if device == "cuda" else "reference")
     except UnsupportedError as error:
         return str(error)
@@ -178,17 +194,17 @@ def device_rounds(
     yield _round(0, DraftTree.from_root(ledger.roots), torch.full((batch, 1), -1), first, 0, now - mark)
     if not bool(ledger.active.any()):
         return
-    draft = on_device(drafter, tree, nodes)
+    draft = device_form(drafter, tree, nodes)
     program = programs.get(target, ledger, draft, choose, generator=generator, capture=capture, compiled=compiled)
-    shortest = longest = int(target.lengths.max())
+    lengths, width = target.lengths.tolist(), program.cache.width
     index, before = 0, [False] * batch
     mark = time.perf_counter()
     while bool(ledger.active.any()):
-        while program.pending < AHEAD and program.cache.fits(shortest, longest + program.pending * program.cache.width):
+        while program.pending < AHEAD and program.cache.fits(min(lengths), max(lengths) + program.pending * width):
             program.launch()
         record = program.read()
         index += 1
-        shortest, longest = shortest + min(record.counts), longest + max(record.counts)
+        lengths = [length + count for length, count in zip(lengths, record.counts, strict=True)]
         committed, counts = _commit(ledger, record)
         stopped = [not running for running in ledger.active.tolist()]
         if stopped != before and not all(stopped):
@@ -203,7 +219,7 @@ def chooser(processors: list[Any], *, greedy: bool, generator: torch.Generator |
     """The target's token after each node: the first maximum of the processed logits, or a draw."""
 
     def choose(logits: Float[Tensor, "batch nodes vocab"]) -> Int[Tensor, "batch nodes"]:
-        if greedy and not processors:
+        if greedy and not processors and logits.dtype != torch.float64:
             return logits.argmax(-1)
         scores = logits.flatten(0, 1).to(torch.float32)
         for processor in processors:
@@ -235,16 +251,20 @@ def _round_of(
     """The public record of a device round."""
     children = []
     for row, count in enumerate(counts):
-        tokens, parents = record.tokens[row], record.parents[row]
-        nodes = {(parents[node], tokens[node]): node for node in range(1, record.num_nodes[row])}
+        drafts = list(zip(record.parents[row], record.tokens[row], strict=True))
+        nodes = {drafts[node]: node for node in range(1, record.num_nodes[row])}
         steps = zip(record.path[row][:count], record.committed[row][:count], strict=True)
         taken = [nodes.get(step, -1) for step in steps]
         children.append(taken + [-1] * (committed.shape[1] - count))
+    # Rows that stopped take no part, whatever the device went on to draft for them.
+    num_nodes = torch.tensor([nodes if count else 1 for nodes, count in zip(record.num_nodes, counts, strict=True)])
+    tokens, parents = torch.tensor(record.tokens), torch.tensor(record.parents)
+    padding = torch.arange(tokens.shape[1]) >= num_nodes[:, None]
     tree = DraftTree(
-        tokens=torch.tensor(record.tokens),
-        parents=torch.tensor(record.parents),
-        num_nodes=torch.tensor(record.num_nodes),
-        scores=torch.zeros(len(counts), len(record.tokens[0])),
+        tokens=torch.where(padding, tokens[:, :1], tokens),
+        parents=parents.masked_fill(padding, -1),
+        num_nodes=num_nodes,
+        scores=torch.zeros(tokens.shape).masked_fill(padding, -torch.inf),
     )
     return _round(index, tree, torch.tensor(children), committed, budget, seconds)
 

@@ -106,17 +106,26 @@ class FixedCache(compat.Cache):
         width: rows of a round, the root included.
         capacity: slots of a layer that sees everything, drafted rows included.
         starts: first slot of each batch row that is no padding; None if all are 0.
+        bounded: whether sliding layers hold their window only; then `fits` must be asked before every round.
 
     Raises:
         UnsupportedError: if the source has a layer without rows of its own.
     """
 
-    def __init__(self, source: RowCache, *, width: int, capacity: int, starts: Int[Tensor, " batch"] | None) -> None:
+    def __init__(
+        self,
+        source: RowCache,
+        *,
+        width: int,
+        capacity: int,
+        starts: Int[Tensor, " batch"] | None,
+        bounded: bool = True,
+    ) -> None:
         """Allocates buffers like the source's and copies what it holds."""
         if len(source.row_layers) != len(source.layers):
             raise UnsupportedError("layers that share keys and values with another layer cannot run on the device yet.")
         super().__init__(layers=[PassedLayer() for _ in source.layers])
-        self.width, self.starts = width, starts
+        self.width, self.starts, self._bounded = width, starts, bounded
         self.stacks: list[Stack] = []
         self._forwards: list[Forward] = []
         kinds: dict[Any, list[int]] = {}
@@ -133,7 +142,7 @@ class FixedCache(compat.Cache):
         """Empty buffers for layers that store rows alike."""
         window, slots = layers[0].sliding_window, capacity
         # Rows of a batch drift apart and share the slots of a buffer, so only a single row is held to its window.
-        if window is not None and layers[0].keys.shape[0] == 1:
+        if window is not None and self._bounded and layers[0].keys.shape[0] == 1:
             slots = min(capacity, window + 2 * self.width + GROWTH)
         halves = []
         for side in ("keys", "values"):
@@ -154,7 +163,9 @@ class FixedCache(compat.Cache):
             stack, length = self.stacks[place], layer.filled
             first = 0
             if layer.sliding_window is not None:
-                first = max(layer.base, length - layer.sliding_window + 1 if stack.slots < length + self.width else 0)
+                # Room for two rounds: before a graph is captured its program runs twice.
+                short = stack.slots < length + 2 * self.width
+                first = max(layer.base, length - layer.sliding_window + 1 if short else 0)
             stack.base = first
             stack.base_on_device.fill_(first)
             for half, rows in zip(stack.halves, layer.stored.values(), strict=True):
@@ -164,9 +175,9 @@ class FixedCache(compat.Cache):
                     kept.copy_(state)
                 rows.parts = ()
 
-    def begin(self, cached: Int[Tensor, " batch"]) -> None:
-        """Says how many slots are committed before a forward over `width` rows."""
-        row = torch.arange(self.width, device=cached.device)
+    def begin(self, cached: Int[Tensor, " batch"], rows: int) -> None:
+        """Says how many slots are committed before a forward over so many rows."""
+        row = torch.arange(rows, device=cached.device)
         made: dict[int | None, Forward] = {}
         for stack in self.stacks:
             if stack.window not in made:
@@ -229,7 +240,7 @@ class FixedCache(compat.Cache):
 def _kind(layer: RowLayer) -> Any:
     """What layers must have in common to be stacked."""
     sides = tuple(
-        (rows.codec, tuple((part.dtype, part.device, part.shape[1], part.shape[3]) for part in rows.parts))
+        (id(rows.codec), tuple((part.dtype, part.device, part.shape[1], part.shape[3]) for part in rows.parts))
         for rows in layer.stored.values()
     )
     return layer.sliding_window, layer.base, sides

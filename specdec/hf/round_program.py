@@ -6,10 +6,8 @@ round did arrives in pinned memory behind it. Since no step waits for the host, 
 host has read, and its work is hidden behind them.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,18 +16,14 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.errors import SpecdecError
-from specdec.hf import compat
-from specdec.hf.attention import CONTEXT, attending, read
+from specdec.hf import support
 from specdec.hf.cache import RowCache
+from specdec.hf.device_draft import Draft
 from specdec.hf.fixed_cache import FixedCache
+from specdec.hf.merged import merged_twin
+from specdec.hf.round_context import RoundContext
 
-Draft = Callable[
-    [Int[Tensor, "batch capacity"], Int[Tensor, " batch"], Int[Tensor, " batch"]],
-    tuple[Int[Tensor, "batch nodes"], Int[Tensor, "batch nodes"], Int[Tensor, " batch"]],
-]
 Choose = Callable[[Float[Tensor, "batch nodes vocab"]], Int[Tensor, "batch nodes"]]
-
-OPERATOR = "specdec::device_attention"
 
 AHEAD = 2
 """Rounds that may be launched before the host has read the first of them."""
@@ -47,84 +41,6 @@ class RoundRecord:
     parents: list[list[int]]
 
 
-class RoundContext:
-    """What the attention function needs to know in a device round; the cache writes and hands out rows."""
-
-    def __init__(self, cache: FixedCache, impl: ops.Impl) -> None:
-        """Sees nothing yet."""
-        self.cache, self.impl = cache, impl
-        self.visible: Tensor | None = None
-        self.depths: Tensor | None = None
-
-    @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Says whose rows the operator stores."""
-        _serving.append(self)
-        try:
-            yield
-        finally:
-            _serving.pop()
-
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Stores the rows of a layer and attends to them, `[batch, rows, heads, dim]`.
-
-        To `torch.compile` this is one operator, which knows by itself whom it serves.
-        """
-        if torch.compiler.is_compiling():
-            wanted = query.shape[-1] ** -0.5 if scale is None else scale
-            attended: Tensor = torch.ops.specdec.device_attention(
-                query, key, value, sinks, layer, wanted, 0.0 if softcap is None else softcap
-            )
-            return attended
-        if self.visible is None or self.depths is None:
-            raise SpecdecError("a device round attends before it has a tree.")
-        keys, values, forward, window = self.cache.store(layer, key, value)
-        return read(
-            query,
-            keys,
-            values,
-            self.visible,
-            forward.lengths,
-            depths=self.depths,
-            starts=forward.starts,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            impl=self.impl,
-        )
-
-
-_serving: list[RoundContext] = []
-"""The round that is being run or captured; the operator asks here."""
-
-
-@lru_cache(maxsize=1)
-def register_operator() -> None:
-    """Makes attention an operator that `torch.compile` leaves alone."""
-
-    def attention(
-        query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float
-    ) -> Tensor:
-        return _serving[-1].attend(layer, query, key, value, scale, softcap or None, sinks).contiguous()
-
-    def shaped(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001
-        batch, heads, rows, _ = query.shape
-        return query.new_empty(batch, rows, heads, value.shape[-1])
-
-    schema = "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scale, float softcap) -> Tensor"
-    torch.library.custom_op(OPERATOR, attention, mutates_args=(), schema=schema).register_fake(shaped)
-
-
 class RoundProgram:
     """Buffers and program of the rounds of one request.
 
@@ -138,7 +54,7 @@ class RoundProgram:
         position_limit: positions the model was built for; None if unbounded.
         impl: implementation of the attention.
         capture: whether to capture a CUDA graph.
-        compiled: whether `torch.compile` fuses what lies between matrix products.
+        compiled: whether projections are merged (see `merged`) and `torch.compile` fuses what lies between.
         generator: source of randomness of `choose`.
     """
 
@@ -159,12 +75,12 @@ class RoundProgram:
     ) -> None:
         """Runs nothing."""
         self.model, self.cache, self.state = model, cache, state
-        self._draft, self._choose, self._stops = draft, choose, stops
+        self.draft, self._choose, self._stops = draft, choose, stops
         self._position_limit, self._generator = position_limit, generator
-        self._context = RoundContext(cache, impl)
-        register_operator()
-        self._forward = torch.compile(model.forward, dynamic=False) if compiled else model
-        self._config = model.config.get_text_config(decoder=True)
+        self._context = RoundContext(cache, model, impl)
+        self._forward: Any = model
+        if compiled:
+            self._forward = torch.compile(merged_twin(support.plain(model))[0].forward, dynamic=False)
         self._capture = capture
         self._graph: torch.cuda.CUDAGraph | None = None
         batch, width = state.lengths.shape[0], cache.width
@@ -231,19 +147,10 @@ class RoundProgram:
         limits = (state.remaining - 1).clamp_min(0)
         if self._position_limit is not None:
             limits = torch.minimum(limits, (self._position_limit - 1 - state.positions).clamp_min(0))
-        tokens, parents, num_nodes = self._draft(state.tokens, state.lengths, limits)
+        tokens, parents, num_nodes = self.draft(state.tokens, state.lengths, limits)
         visible, depths = ops.tree_layout(parents, num_nodes)
-        self.cache.begin(state.cached.clone())
-        self._context.visible, self._context.depths = visible, depths
-        with attending(self._config), self._context.serving():
-            logits = self._forward(
-                input_ids=tokens,
-                position_ids=state.positions[:, None] + depths,
-                attention_mask=None,
-                use_cache=True,
-                return_dict=True,
-                **{compat.CACHE_NAME: self.cache, CONTEXT: self._context},
-            ).logits
+        positions = state.positions[:, None] + depths
+        logits = self._context.run(self._forward, tokens, positions, visible, depths, state.cached.clone())
         chosen = self._choose(logits)
         path, found, counts = ops.accept_tree(tokens, parents, num_nodes, visible, depths, chosen, state, self._stops)
         self.cache.keep(path, counts)

@@ -12,7 +12,7 @@ FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
 
 _MOST_SPLITS = 128
-_FEWEST_TILES = 4  # a shorter split does not pay for its part of the sum
+_FEWEST_TILES = 2  # a shorter split does not pay for its part of the sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> 
     most = 64 if widest > 256 else 128
     packed = shape.rows * (shape.heads // shape.kv_heads)
     block = min(most, max(16, 1 << (packed - 1).bit_length()))
-    tile, stages = (64, 3) if widest <= 128 else (32, 2)
+    tile, stages = (64, 4 if shape.bytes_per_element > 1 else 3) if widest <= 128 else (32, 4)
     while stages > 1 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
         stages -= 1
     while block > 16 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
@@ -176,7 +176,8 @@ def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> 
         tile //= 2
     tiles = -(-shape.slots // tile)
     work = shape.batch * shape.kv_heads * -(-packed // block)
-    resident = 2 if widest <= 128 else 1
+    # Bytes of a tile arrive faster than one block of eight-bit numbers is multiplied; two share a multiprocessor.
+    resident = 2 if widest <= 128 and shape.bytes_per_element == 1 else 1
     if deterministic:
         # Aligned runs may begin before the first visible slot and end after the last one.
         splits, split_tiles = -(-shape.slots // FIXED_SPLIT) + 1, FIXED_SPLIT // tile
@@ -197,8 +198,12 @@ def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> 
 
 def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int) -> int:
     """Shared memory of a thread block: the queries, and keys and values of the tiles in flight."""
-    dims = shape.dim + (shape.dim if shape.value_dim is None else shape.value_dim)
-    return 2 * block * shape.dim + stages * tile * dims * shape.bytes_per_element
+    dim, value_dim = (
+        1 << (width - 1).bit_length()
+        for width in (shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
+    )
+    size = max(2, shape.bytes_per_element)  # of a query
+    return size * block * dim + stages * tile * (dim + value_dim) * shape.bytes_per_element + (size - 2) * 16 * 1024
 
 
 @lru_cache

@@ -70,7 +70,8 @@ def accept_tree(
         order and -1 after the last one; and how many there are.
 
     Raises:
-        ShapeError: for shapes that do not belong together, or dtypes that are not int64.
+        ShapeError: for shapes that do not belong together, dtypes that are not int64, or a state whose rows are
+            not contiguous.
         UnsupportedError: if `impl="triton"` cannot run here.
 
     Example:
@@ -107,6 +108,8 @@ def accept_tree(
                 f"accept_tree: {name} must be int64 {list(shape)} for tokens {[batch, nodes]}, got {given.dtype} "
                 f"{list(given.shape)}."
             )
+        if name.startswith("state.") and given.shape[-1] > 1 and given.stride(-1) != 1:
+            raise ShapeError(f"accept_tree: {name} must lie in order in memory, got strides {given.stride()}.")
     kernel = _dispatch.choose("accept_tree", impl, tokens.device)
     run = _reference if kernel is None else kernel.launch
     answer: tuple[Tensor, Tensor, Tensor] = run(tokens, parents, num_nodes, visible, depths, chosen, state, stops)

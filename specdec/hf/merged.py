@@ -1,0 +1,104 @@
+"""A twin of a model in which projections of the same input are one matrix product.
+
+A verify pass over few rows reads every weight once and does little else, and a small matrix product reads its weights
+at a fraction of the speed of a large one. The queries', keys' and values' projections have the same input, and so have
+the gate and the up projection of an MLP. The twin shares every module and weight with the model, but for these: their
+weights are copied into one matrix each. The model itself stays as it is.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("gate_proj", "up_proj"))
+"""Names of projections that are called one after the other, in this order, with the same input; longer groups first."""
+
+
+class Merged:
+    """One matrix product for several projections; its result waits for those that come after the first."""
+
+    def __init__(self, linears: list[nn.Linear]) -> None:
+        """Copies the weights into one matrix."""
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        bias: Any = linears[0].bias
+        self.bias = None if bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        self.given: Tensor | None = None
+        self.parts: tuple[Tensor, ...] = ()
+
+    def part(self, index: int, given: Tensor) -> Tensor:
+        """The result of one of the projections."""
+        if self.given is not given:
+            self.given = given
+            self.parts = nn.functional.linear(given, self.weight, self.bias).split(self.sizes, -1)
+        found = self.parts[index]
+        if index == len(self.sizes) - 1:
+            self.given, self.parts = None, ()
+        return found
+
+
+class Projection(nn.Module):
+    """Stands where one of the merged projections stood."""
+
+    def __init__(self, merged: Merged, index: int) -> None:
+        """A part of `merged`."""
+        super().__init__()
+        self.merged, self.index = merged, index
+
+    def forward(self, given: Tensor) -> Tensor:
+        """As the projection it stands for."""
+        return self.merged.part(self.index, given)
+
+
+def merged_twin(model: nn.Module) -> tuple[Any, int]:
+    """The twin of a model, and how many projections it merged.
+
+    Only plain `nn.Linear` modules are merged that nothing hooks into and that agree in dtype, device and bias.
+
+    Example:
+        >>> from specdec.hf.merged import merged_twin
+        >>> from specdec.testing import tiny_model
+        >>> model = tiny_model("llama")
+        >>> twin, count = merged_twin(model)
+        >>> count, type(model.model.layers[0].mlp.up_proj).__name__, twin.lm_head is model.lm_head
+        (10, 'Linear', True)
+    """
+    if not any(_group(module) for module in model.modules()):
+        return model, 0
+    twin = copy.copy(model)
+    twin._modules = {}
+    count = 0
+    for name, child in model._modules.items():
+        if child is None:
+            twin._modules[name] = None
+            continue
+        twin._modules[name], inner = merged_twin(child)
+        count += inner
+    for names in _group(model):
+        linears: list[Any] = [getattr(model, name) for name in names]
+        merged = Merged(linears)
+        twin._modules.update({name: Projection(merged, index) for index, name in enumerate(names)})
+        count += len(names)
+    return twin, count
+
+
+def _group(module: nn.Module) -> list[tuple[str, ...]]:
+    """Names of projections of a module that can be merged."""
+    found: list[tuple[str, ...]] = []
+    for names in GROUPS:
+        if any(name in group for group in found for name in names):
+            continue
+        linears: list[Any] = [module._modules.get(name) for name in names]
+        if all(type(linear) is nn.Linear and _plain(linear) for linear in linears):
+            kinds = {(x.in_features, x.weight.dtype, x.weight.device, x.bias is None) for x in linears}
+            if len(kinds) == 1:
+                found.append(names)
+    return found
+
+
+def _plain(linear: nn.Linear) -> bool:
+    """Whether a call of the module is a matrix product and nothing else."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    return not hooked and not hasattr(linear, "parametrizations") and linear.weight.device.type != "meta"
