@@ -1,17 +1,19 @@
 """Sphinx configuration. The build is strict (`-W -n`): a broken reference or a page outside the tree is an error."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import generate  # noqa: E402  (found through the line above)
+import plots  # noqa: E402
 from sphinx.application import Sphinx  # noqa: E402
 
 import specdec  # noqa: E402
 
-generate.write_all(HERE)
+generate.write_all(HERE, plots.draw if find_spec("matplotlib") else None)
 
 project = "specdec"
 author = "the specdec authors"

@@ -2,11 +2,12 @@
 
 Benchmark tables come from `docs/benchmarks/*.json`, which the scripts in `examples/benchmarks` write; the table of
 `generate` arguments comes from `specdec.hf.arguments.ARGUMENTS`, which the code itself obeys. A file that does not
-have the agreed form stops the build.
+have the agreed form stops the build. A page that shows a topic includes `_generated/<topic>.md`, which is empty as long
+as the topic has not been measured.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,36 @@ TEXT_KEYS = ("topic", "command", "revision", "device")
 KEYS = {*TEXT_KEYS, "versions", "figures"}
 FIGURE_KEYS = {"value", "unit", "against"}
 
+SHOWN = {
+    "gpu-rounds": "Steady rounds of one row. Above, their time by kind of kernel, and their wall time. Below, the wall "
+    "time over the time in which kernels run, and over the time that reading the weights once takes. `c1024` is the "
+    "length of the context; `eager` is one verify pass of plain transformers.",
+    "kv-codecs": "How far a codec moves the next-token law, by the bits of a stored number.",
+    "verify-attention": "Bytes of the cached keys and values over the time of the op, as a share of the streaming read "
+    "bandwidth that was measured in the same run.",
+}
+"""Topics that pages of their own show, and what their plots show."""
 
-def write_all(docs: Path) -> None:
-    """Writes every generated table to `_generated` in the folder of the documentation."""
+TABULATED = {"gpu-rounds", "verify-attention"}
+"""Those of them whose tables these pages show too."""
+
+Draw = Callable[[str, Mapping[str, float], Path], bool]
+"""Draws the plot of a topic from its figures into a file; says whether it has one."""
+
+
+def write_all(docs: Path, draw: Draw | None = None) -> None:
+    """Writes every generated table and plot to `_generated` in the folder of the documentation.
+
+    Args:
+        docs: that folder.
+        draw: draws a plot; None leaves plots out.
+    """
     folder = docs / "_generated"
     folder.mkdir(exist_ok=True)
     (folder / "arguments.md").write_text(arguments_table(), encoding="utf-8")
     (folder / "benchmarks.md").write_text(benchmark_tables(docs / "benchmarks"), encoding="utf-8")
+    for topic in SHOWN:
+        (folder / f"{topic}.md").write_text(shown(docs, topic, draw), encoding="utf-8")
 
 
 def arguments_table() -> str:
@@ -40,18 +64,37 @@ def benchmark_tables(folder: Path) -> str:
 def section(path: Path) -> str:
     """The heading, the circumstances and the figures of one benchmark file."""
     result = read(path)
+    return "\n".join([f"## {result['topic']}\n", circumstances(result), figures(result)])
+
+
+def shown(docs: Path, topic: str, draw: Draw | None) -> str:
+    """What a page shows of a topic: nothing before it was measured."""
+    path = docs / "benchmarks" / f"{topic}.json"
+    if not path.exists():
+        return ""
+    result = read(path)
+    values = {name: figure["value"] for name, figure in result["figures"].items()}
+    parts = ["## Measured\n"]
+    if draw is not None and draw(topic, values, docs / "_generated" / f"{topic}.svg"):
+        parts += [f"{SHOWN[topic]}\n", f"![Plot of {topic}](_generated/{topic}.svg)\n"]
+    parts.append(circumstances(result))
+    parts.append(figures(result) if topic in TABULATED else "All figures are in [Benchmarks](benchmarks.md).\n")
+    return "\n".join(parts)
+
+
+def circumstances(result: dict[str, Any]) -> str:
+    """How a benchmark was run."""
     versions = ", ".join(f"{name} {version}" for name, version in sorted(result["versions"].items()))
-    figures = [
+    return f"`{result['command']}` at revision `{result['revision']}` on {result['device']}; {versions}.\n"
+
+
+def figures(result: dict[str, Any]) -> str:
+    """The figures of a benchmark, a row each."""
+    rows = [
         (f"`{name}`", f"{figure['value']:.4g}", figure["unit"], figure["against"])
         for name, figure in result["figures"].items()
     ]
-    return "\n".join(
-        [
-            f"## {result['topic']}\n",
-            f"`{result['command']}` at revision `{result['revision']}` on {result['device']}; {versions}.\n",
-            table(("figure", "value", "unit", "against"), figures),
-        ]
-    )
+    return table(("figure", "value", "unit", "against"), rows)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
     python examples/benchmarks/gpu_rounds.py --prompts spec_bench.jsonl
 
-or part by part, `--part llama --save llama.json`, and then `--merge llama.json gemma.json smollm2.json`. Three targets: SmolLM2-135M (real text; needs the `demo` extra), and random weights of the shape of a dense 8B Llama and
-of Gemma-4-26B-A4B. Every SmolLM2 text is compared with plain greedy decoding before anything is timed.
+or part by part, `--part llama --save llama.json`, and then `--merge llama.json gemma.json smollm2.json`.
+
+Three targets: SmolLM2-135M (real text; needs the `demo` extra), and random weights of the shape of a dense 8B Llama and
+of Gemma-4-26B-A4B. How SmolLM2's texts compare with plain greedy decoding is part of the report.
 """
 
 import argparse

@@ -186,12 +186,12 @@ def device_rounds(
     """
     mark = time.perf_counter()
     choose = chooser(ledger.processors, greedy=not ledger.do_sample, generator=generator)
-    output = target.prefill()
+    tree_of_prompt, output = DraftTree.from_root(ledger.roots), target.prefill()
     first = choose(output.logits).cpu()
     batch = first.shape[0]
     ledger.commit(first[:, 0], ledger.active)
     now = time.perf_counter()
-    yield _round(0, DraftTree.from_root(ledger.roots), torch.full((batch, 1), -1), first, 0, now - mark)
+    yield _round(0, tree_of_prompt, torch.full((batch, 1), -1), first, 0, now - mark)
     if not bool(ledger.active.any()):
         return
     draft = device_form(drafter, tree, nodes)

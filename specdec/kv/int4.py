@@ -68,7 +68,9 @@ class Int4:
         return rows.to(dtype)
 
     def _check(self, dim: int) -> None:
-        if dim % self.group or dim % 2:
+        if dim % 2:
+            raise ShapeError(f"Int4: two numbers share a byte, so rows cannot have {dim} of them; use Int8 for these.")
+        if dim % self.group:
             raise ShapeError(
                 f"Int4: rows of {dim} numbers have no whole groups of {self.group}; give it a group that divides "
                 f"{dim}, such as Int4(group={math.gcd(dim, self.group)})."
