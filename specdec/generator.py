@@ -48,7 +48,7 @@ class SpeculativeGenerator:
             `ops.tree_attention` (`reference` or `triton`); `auto` takes the kernel where there is a GPU.
         execution: where rounds run. `host`: part by part, with every option. `device`: each as one program on the
             model's device, captured as a CUDA graph where there is one; what that cannot serve is refused. `auto`:
-            on the device where it can be.
+            on a GPU where it can be, else on the host.
 
     Raises:
         UnsupportedError: if the model or the combination of parts cannot be served exactly.
@@ -115,6 +115,7 @@ class SpeculativeGenerator:
         model, drafter, controller = (type(part).__name__ for part in (self.model, self.drafter, self.controller))
         verifier = "a lossless verifier" if self.verifier is None else type(self.verifier).__name__
         parts = [model, drafter, repr(self.tree), verifier, controller, f"attention={self.attention}"]
+        parts += [f"execution={self.execution}"] if self.execution != "host" else []
         parts += [] if self.cache is None else [repr(self.cache)]
         return f"<SpeculativeGenerator: {', '.join(parts)}>"
 
@@ -295,13 +296,13 @@ class SpeculativeGenerator:
             )
             ledger = make_ledger(input_ids)
             ledger.check_verifier(verifier.stepwise)
-            obstacle = "execution='host'"
-            if self.execution != "host":
+            obstacle = "rounds run on the host"
+            if self.execution == "device" or (self.execution == "auto" and target.model_device.type == "cuda"):
                 obstacle = device_rounds.obstacle(
                     target, ledger, self.drafter, self.tree, verifier, self.controller, nodes, config
                 )
                 if obstacle and self.execution == "device":
-                    raise UnsupportedError(f"execution='device' cannot serve this request: {obstacle}.")
+                    raise UnsupportedError(f"execution='device' cannot serve this request: {obstacle.rstrip('.')}.")
             return Request(
                 target=target,
                 ledger=ledger if obstacle else make_ledger(input_ids.cpu()),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl, tiled, tiles
 from specdec_kernels._split_sum import LOG2E, combine
+from specdec_kernels._tile import read_tile, tanh
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries and cache that the kernel takes."""
@@ -41,20 +42,19 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
     split = plan.splits > 1
-    parts = query.new_empty(
-        (batch, heads, rows, plan.splits, value_dim) if split else (0,),
-        dtype=torch.float32 if query.dtype == torch.float32 else torch.float16,
-    )
+    half = torch.float32 if query.dtype == torch.float32 else torch.float16
+    parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=half)
     tops, totals = query.new_empty((2, batch, heads, rows, plan.splits) if split else (2, 0), dtype=torch.float32)
     query_blocks = triton.cdiv(rows * groups, plan.block)
     page = keys.shape[2] if blocks is not None else 0
     integer = keys.dtype == torch.int8 and query.dtype != torch.float32
-    whole = blocks is None and all(tiled(rows) for rows in (keys, values, call.key_scales, call.value_scales))
+    stored = keys, values, call.key_scales, call.value_scales
+    whole = blocks is None and all(map(tiled, stored))
     _attend[(batch * kv_heads * query_blocks, plan.splits)](
         query,
         keys,
         values,
-        *(tiles(rows, plan.tile) if whole else None for rows in (keys, values, call.key_scales, call.value_scales)),
+        *(tiles(given, plan.tile) if whole else None for given in stored),
         visible,
         call.lengths,
         depths,
@@ -283,7 +283,9 @@ def _attend(
                 if part == 1 and key_tiles is not None:
                     k = key_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, DIM)
                 else:
-                    k = _read(keys, page * key_batch + inner * key_slot, key_dim, readable, DIM, DIM_PADDED, part != 1)
+                    k = read_tile(
+                        keys, page * key_batch + inner * key_slot, key_dim, readable, DIM, DIM_PADDED, part != 1
+                    )
                 if INTEGER:
                     products = tl.dot(q_upper, tl.trans(k), out_dtype=tl.int32) * 128
                     scores = tl.dot(q_lower, tl.trans(k), products, out_dtype=tl.int32).to(tl.float32)
@@ -299,12 +301,12 @@ def _attend(
                         key_scale = tl.load(places, mask=readable, other=0.0)
                     scores *= (key_scale * factor)[None, :]
                 if CAPPED:
-                    scores = _tanh(scores / softcap) * (softcap * LOG2E)
+                    scores = tanh(scores / softcap) * (softcap * LOG2E)
                 if part == 1 and value_tiles is not None:
                     v = value_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, VALUE_DIM)
                 else:
                     places = page * value_batch + inner * value_slot
-                    v = _read(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1)
+                    v = read_tile(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1)
                 v = v.to(q.dtype)
                 value_scale = tl.full([TILE], 1.0, tl.float32)
                 if value_scales is not None:
@@ -383,23 +385,3 @@ def _attend(
         share = tl.where(used[:, None], acc * (1.0 / whole)[:, None], 0.0)
         tl.store(outputs[:, None] + column[None, :] * output_dim, share.to(output.dtype.element_ty), mask=inside)
         tl.store(lse + place, (top + tl.log2(whole)) / LOG2E, mask=exists)
-
-
-@triton.jit
-def _read(base, place, stride, readable, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """A tile `[slots, width]` of keys or values; slots that may not be read are zeros."""
-    column = tl.arange(0, PADDED)
-    pointers = base + place[:, None] + column.to(tl.int64)[None, :] * stride
-    if MASKED:
-        return tl.load(pointers, mask=readable[:, None] & (column < WIDTH)[None, :], other=0.0)
-    elif WIDTH == PADDED:
-        return tl.load(pointers)
-    else:
-        return tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
-def _tanh(x):
-    """Hyperbolic tangent in base 2; beyond 15 it is 1 in float32."""
-    x = tl.minimum(tl.maximum(x, -15.0), 15.0)
-    return 1.0 - 2.0 / (tl.exp2(x * LOG2E * 2.0) + 1.0)

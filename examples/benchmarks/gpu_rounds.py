@@ -203,7 +203,7 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
         if round.index == 60:
             break
     steady = sorted(walls[10:-2])
-    wall = sum(steady) / len(steady)
+    wall = steady[len(steady) // 2]
     program: Any = generator._programs._program
     while program.pending:
         program.read()

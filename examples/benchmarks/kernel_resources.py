@@ -28,6 +28,7 @@ TARGETS = {
     "sm_120": GPUTarget("cuda", 120, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+TILED = {"sm_90", "sm_120"}  # have a copy engine that fetches tiles, and dependent launches
 SHARED_LIMIT = {"sm_80": 163, "sm_90": 227, "sm_120": 99, "gfx942": 64}  # KiB per thread block
 SHAPES = {
     "h8g4d128.rows1": (8, 4, 1, 128),
@@ -82,7 +83,7 @@ def resources(target: str, shape: str) -> Resources:
     problem = ops.AttentionShape(1, kv_heads * groups, kv_heads, rows, 32_768, dim)
     plan = make_plan(problem, Device(shared_memory=SHARED_LIMIT[target] * 1024), deterministic=False)
     compiled = triton.compile(
-        source(groups, kv_heads, dim, plan),
+        source(groups, kv_heads, dim, plan, tiled=target in TILED),
         target=TARGETS[target],
         options={"num_warps": plan.warps, "num_stages": plan.stages},
     )
@@ -99,11 +100,13 @@ def resources(target: str, shape: str) -> Resources:
     return Resources(registers, stack, compiled.metadata.shared)
 
 
-def source(groups: int, kv_heads: int, dim: int, plan: AttentionPlan, dtype: str = "bf16") -> ASTSource:
+def source(
+    groups: int, kv_heads: int, dim: int, plan: AttentionPlan, dtype: str = "bf16", *, tiled: bool = True
+) -> ASTSource:
     """The kernel as it is launched for contiguous rows: last strides 1, the others divisible by 16."""
     kernel: Any = tree_attention._attend
     constants: dict[str, Any] = {
-        **dict.fromkeys(ABSENT),
+        **dict.fromkeys(ABSENT if tiled else (*ABSENT, "key_tiles", "value_tiles")),
         **dict.fromkeys(("query_dim", "key_dim", "value_dim", "output_dim", "visible_word", "depth_row"), 1),
         "GROUPS": groups,
         "KV_HEADS": kv_heads,
@@ -121,7 +124,7 @@ def source(groups: int, kv_heads: int, dim: int, plan: AttentionPlan, dtype: str
         "CAPPED": False,
         "INTEGER": False,
         "STARTS": False,
-        "LATE": True,
+        "LATE": tiled,
     }
     pointers = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
     pointers |= dict.fromkeys(("visible", "lengths", "depths"), "*i64")

@@ -113,6 +113,11 @@ class ModelDrafter:
         return f"<ModelDrafter: {type(self.model).__name__}, overflow={self._overflow!r}>"
 
     @property
+    def drafts_plainly(self) -> bool:
+        """Whether neither the draft law nor what happens at the last position was asked to be another one."""
+        return self._given_temperature is None and self._overflow == "stop"
+
+    @property
     def maps_vocabulary(self) -> bool:
         """Whether tokens of the two models correspond by a map instead of being the same."""
         return self._tokenizer is not None or self._given_vocabulary is not None

@@ -12,7 +12,7 @@ from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.errors import UnsupportedError
 from specdec.ops.lookup_tree import MOST
-from specdec.protocols import Drafter, TreeBuilder
+from specdec.protocols import Drafter
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +46,16 @@ class DeviceLookup:
         )
 
 
-def on_device(drafter: Drafter, tree: TreeBuilder, nodes: int) -> DeviceLookup:
-    """The device form of a drafter and its tree builder, for a budget of `nodes`.
+def on_device(drafter: Drafter, *, nodes: int, depth: int | None, chain: bool) -> DeviceLookup:
+    """The device form of a text drafter, for a tree of `nodes` drafted nodes, at most `depth` deep, or for a chain.
 
     Text drafters draft by `ops.lookup_tree`: with the same match length and number of occurrences, but by its weights
     instead of learned rates, and from the request's own text only.
 
     Raises:
-        UnsupportedError: if the drafter or the tree has no device form; the message says which.
+        UnsupportedError: if the drafter has no device form, or an option that this form would ignore; the message says
+            which.
     """
-    if getattr(tree, "sampled", False) or type(tree).__name__ not in ("BestFirst", "Chain"):
-        raise UnsupportedError(f"{tree!r} cannot be grown on the device; use trees.BestFirst or trees.Chain.")
     sources: tuple[Any, ...] = drafter._drafters if isinstance(drafter, CombinedDrafter) else (drafter,)
     lengths, occurrences = [], []
     for source in sources:
@@ -64,13 +63,16 @@ def on_device(drafter: Drafter, tree: TreeBuilder, nodes: int) -> DeviceLookup:
             raise UnsupportedError(
                 f"{type(source).__name__} cannot draft on the device; PromptLookupDrafter and SuffixDrafter can."
             )
+        if not source.has_device_form:
+            raise UnsupportedError(
+                f"{type(source).__name__} on the device takes its match length and its number of occurrences; other "
+                "options must be left as they are by default."
+            )
         options = source._options
         lengths.append(options["longest"])
         occurrences.append(options["limit"])
-    depth = getattr(tree, "depth", None)
-    return DeviceLookup(
-        nodes=min(nodes, MOST["nodes"]),
-        longest=min(max(lengths), MOST["longest"]),
-        occurrences=1 if tree.chain else min(max(occurrences), MOST["occurrences"]),
-        depth=None if depth is None else min(depth, MOST["depth"]),
-    )
+    wanted = {"nodes": nodes, "longest": max(lengths), "occurrences": 1 if chain else max(occurrences)}
+    for name, number in wanted.items():
+        if number > MOST[name]:
+            raise UnsupportedError(f"on the device, {name} is {MOST[name]} at most, got {number}.")
+    return DeviceLookup(**wanted, depth=None if depth is None else min(depth, MOST["depth"]))

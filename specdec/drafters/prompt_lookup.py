@@ -40,6 +40,11 @@ class PromptLookupDrafter(LookupDrafter):
         self._options = {"shortest": min_ngram, "longest": max_ngram, "limit": occurrences}
         NGramIndex(**self._options)  # raises on options that do not fit together
 
+    @property
+    def has_device_form(self) -> bool:
+        """Whether `ops.lookup_tree` takes every option that was given."""
+        return self._options["shortest"] == 1
+
     def _open(self, tokens: list[int], vocab_size: int) -> LookupRow:
         log = NGramIndex(**self._options)
         log.extend(tokens)

@@ -76,6 +76,11 @@ class SuffixDrafter(LookupDrafter):
             occurrences=occurrences,
         )
 
+    @property
+    def has_device_form(self) -> bool:
+        """Whether `ops.lookup_tree` takes every option that was given; nothing is remembered there."""
+        return (self._options["shortest"], self._factor, self._min_prob) == (1, 4.0, 0.1)
+
     def _open(self, tokens: list[int], vocab_size: int) -> "_Row":
         log = NGramIndex(**self._options)
         log.extend(tokens)

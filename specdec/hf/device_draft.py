@@ -16,10 +16,12 @@ from specdec.drafters import ModelDrafter
 from specdec.drafters.on_device import DeviceLookup, on_device
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import support
+from specdec.hf.cache import RowCache
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.round_context import RoundContext
 from specdec.hf.target import ModelTarget
 from specdec.protocols import Drafter, TreeBuilder
+from specdec.trees import BestFirst, Chain
 
 Draft: TypeAlias = "DeviceLookup | DeviceChain"
 
@@ -30,12 +32,22 @@ def device_form(drafter: Drafter, tree: TreeBuilder, nodes: int) -> Draft:
     Raises:
         UnsupportedError: if there is nothing; the message says why.
     """
+    if not isinstance(tree, BestFirst | Chain):
+        raise UnsupportedError(f"{tree!r} cannot be grown on the device; use trees.BestFirst or trees.Chain.")
+    depth = tree.depth if isinstance(tree, BestFirst) else None
+    if isinstance(tree, BestFirst) and tree != BestFirst(tree.nodes, depth=depth):
+        raise UnsupportedError(f"on the device, trees.BestFirst takes nodes= and depth= only, not {tree!r}.")
     if not isinstance(drafter, ModelDrafter):
-        return on_device(drafter, tree, nodes)
-    if not tree.chain or tree.sampled:
+        return on_device(drafter, nodes=nodes, depth=depth, chain=tree.chain)
+    if not tree.chain:
         raise UnsupportedError(f"a draft model drafts chains on the device, not {tree!r}; use trees.Chain.")
     if drafter.maps_vocabulary:
         raise UnsupportedError("a draft model with a tokenizer or vocabulary of its own drafts on the host.")
+    if not drafter.drafts_plainly:
+        raise UnsupportedError("temperature= and overflow= of a draft model have no place on the device.")
+    cache = RowCache(drafter.model.config)
+    if len(cache.row_layers) != len(cache.layers):
+        raise UnsupportedError("a draft model with layers that share keys and values drafts on the host.")
     return DeviceChain(drafter.model, nodes)
 
 
@@ -43,7 +55,7 @@ class DeviceChain:
     """Chains of a draft model.
 
     Args:
-        model: a causal language model with the target's vocabulary.
+        model: a causal language model with the target's tokenizer; either may have more ids than the tokenizer.
         nodes: length of the chain.
     """
 
@@ -53,6 +65,8 @@ class DeviceChain:
         self._cache: FixedCache | None = None
         self._context: RoundContext | None = None
         self._limit = support.position_limit(model.config)
+        self._ids = int(model.get_output_embeddings().weight.shape[0])
+        self._vocab = self._ids
 
     def __eq__(self, other: object) -> bool:
         """Whether the graph of one serves the other."""
@@ -64,7 +78,12 @@ class DeviceChain:
 
     @torch.no_grad()
     def prepare(
-        self, tokens: Int[Tensor, "batch text"], mask: Bool[Tensor, "batch text"], capacity: int, impl: ops.Impl
+        self,
+        tokens: Int[Tensor, "batch text"],
+        mask: Bool[Tensor, "batch text"],
+        capacity: int,
+        vocab_size: int,
+        impl: ops.Impl,
     ) -> None:
         """Runs the draft model over the committed text, the last token left out.
 
@@ -72,6 +91,7 @@ class DeviceChain:
             tokens: committed tokens.
             mask: False on padding on the left.
             capacity: slots that the request may come to need.
+            vocab_size: ids of the target.
             impl: implementation of the attention.
 
         Raises:
@@ -83,7 +103,8 @@ class DeviceChain:
         if not bool(mask.all()):
             real = mask[:, :-1]
             kwargs = {"attention_mask": real.long(), "position_ids": (real.cumsum(-1) - 1).clamp_min(0)}
-        source = ModelTarget(self.model, tokens[:, :-1], model_kwargs=kwargs)
+        self._vocab = min(self._ids, vocab_size)
+        source = ModelTarget(self.model, tokens[:, :-1].clamp_max(self._ids - 1), model_kwargs=kwargs)
         source.prefill()
         if self._cache is not None:
             self._cache.load(source.cache, source.starts)
@@ -140,4 +161,5 @@ class DeviceChain:
         positions = index if starts is None else (index - starts[:, None]).clamp_min(0)
         if self._limit is not None:
             positions = positions.clamp_max(self._limit - 1)
-        return self._served.run(self.model, tokens, positions, visible, depths, cached)
+        given = tokens.clamp_max(self._ids - 1)
+        return self._served.run(self.model, given, positions, visible, depths, cached)[..., : self._vocab]

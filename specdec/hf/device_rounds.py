@@ -89,7 +89,7 @@ class Programs:
             draft = kept.draft
         if isinstance(draft, DeviceChain):
             context = ledger.draft_context(target)
-            draft.prepare(context.tokens.to(device), context.mask.to(device), capacity, impl)
+            draft.prepare(context.tokens.to(device), context.mask.to(device), capacity, target.vocab_size, impl)
         if kept is not None:
             kept.load(target.cache, state, starts)
             return kept
@@ -146,15 +146,16 @@ def obstacle(
         return "nothing is to be drafted"
     if target._token_type is not None:
         return "token_type_ids are not handed on"
-    if any(weight.device != target.model_device for weight in target.model.parameters()):
-        return "the model is spread over several devices"
     if len(target.cache.row_layers) != len(target.cache.layers):
         return "layers that share keys and values with another layer are not served"
     try:
-        device_form(drafter, tree, nodes)
+        form = device_form(drafter, tree, nodes)
         target.attention_impl("triton" if device == "cuda" else "reference")
     except UnsupportedError as error:
-        return str(error)
+        return str(error).rstrip(".")
+    models = [target.model, form.model] if isinstance(form, DeviceChain) else [target.model]
+    if any(weight.device != target.model_device for model in models for weight in model.parameters()):
+        return "its weights are on several devices"
     return ""
 
 

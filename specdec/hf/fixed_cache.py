@@ -5,7 +5,7 @@ stack for all layers that store rows alike. From there on every shape is fixed: 
 committed slots of each row, attends to buffers as they are, and moves the accepted rows of all layers in one launch a
 stack. Lengths are contents of device tensors, so a round can be captured as a CUDA graph.
 
-Sliding layers hold their window and some room; when the room is used up, `make_room` moves the window to the front.
+Sliding layers hold their window and some room; when the room is used up, `fits` moves the window to the front.
 """
 
 from dataclasses import dataclass

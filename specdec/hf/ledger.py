@@ -124,7 +124,8 @@ class TokenLedger:
         self._end_together = self.lockstep and not self._stops_rows
         self._shows_scores = records.scores and not _all_of(criteria, ROW_WISE_CRITERIA)
         self._scores: tuple[Tensor, ...] = ()
-        self._prompt, self._prompt_mask = prompt, prompt_mask
+        self._prompt = prompt
+        self._prompt_mask = None if prompt_mask is None else prompt_mask.to(input_ids.device)
         self._ids = input_ids.new_full((batch, prompt + 64), self._pad)
         self._ids[:, :prompt] = input_ids
         self._lengths = [prompt] * batch

@@ -60,9 +60,9 @@ def lookup_tree(
         impl: which implementation runs; see `specdec.ops`.
 
     Returns:
-        Three int64 tensors: the tokens of the nodes and their parents, both `[batch, nodes + 1]` in topological order
-        with the root first, and how many nodes each row has, its root counted. The parent of the root is -1; padding
-        has token 0 and parent -1.
+        Three int64 tensors, which are the tokens of the nodes and their parents, both `[batch, nodes + 1]` in
+        topological order with the root first, and how many nodes each row has, its root counted. The parent of the
+        root is -1; padding has token 0 and parent -1.
 
     Raises:
         ShapeError: for tensors that do not belong together, other dtypes than int64, or lengths that do not fit.

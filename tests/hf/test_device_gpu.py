@@ -21,6 +21,7 @@ from specdec.testing import tiny_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # of the compiler and of the debug mode
 ]
 
 FAMILIES = ["llama", "gemma3", "qwen3", "gemma4"]
@@ -124,8 +125,8 @@ def test_a_round_reads_the_device_once(capture: bool, monkeypatch: pytest.Monkey
     program: Any = generator._programs._program
     while program.pending:
         program.read()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         program.launch()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -45,7 +45,7 @@ def test_f8_devices_of_target_and_draft_are_independent(family, tree, target, dr
     output = generator.generate(**request)
     assert output.device.type == device
     assert output.tolist() == reference.tolist()
-    assert generator.stats.accepted > 10
+    assert generator.stats.accepted > (0 if tree.sampled else 10)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

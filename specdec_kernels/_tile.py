@@ -1,0 +1,26 @@
+"""Small pieces of attention kernels: a tile of rows from memory, and a hyperbolic tangent."""
+
+import triton
+import triton.language as tl
+
+from specdec_kernels._split_sum import LOG2E
+
+
+@triton.jit
+def read_tile(base, place, stride, readable, WIDTH: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr):
+    """A tile `[slots, width]` of keys or values; slots that may not be read are zeros."""
+    column = tl.arange(0, PADDED)
+    pointers = base + place[:, None] + column.to(tl.int64)[None, :] * stride
+    if MASKED:
+        return tl.load(pointers, mask=readable[:, None] & (column < WIDTH)[None, :], other=0.0)
+    elif WIDTH == PADDED:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent in base 2; beyond 15 it is 1 in float32."""
+    x = tl.minimum(tl.maximum(x, -15.0), 15.0)
+    return 1.0 - 2.0 / (tl.exp2(x * LOG2E * 2.0) + 1.0)

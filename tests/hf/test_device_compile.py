@@ -1,0 +1,103 @@
+"""Device rounds of compiled models: attention is one operator to the compiler, and nothing breaks the graph."""
+
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import AttentionInterface
+
+from specdec.errors import SpecdecError
+from specdec.hf import attention
+from specdec.hf.fixed_cache import FixedCache, PassedLayer
+from specdec.hf.round_context import RoundContext
+from specdec.hf.round_program import AHEAD
+from specdec.hf.target import ModelTarget
+from specdec.testing import tiny_model
+from tests import helpers
+from tests.hf.device_runs import generator, oracle, serve
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
+NEW = 24
+PASSED = ["lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing compiled before, and no checks of annotations in what the compiler sees."""
+    for owner, names in ((PassedLayer, PASSED), (RoundContext, ["attend"])):
+        for name in names:
+            monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, inspect.unwrap(attention.attend))
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def request(prompts: str) -> dict[str, Any]:
+    return {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": NEW}
+
+
+@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one")])
+def test_a_model_that_was_compiled(family: str, prompts: str) -> None:
+    target = tiny_model(family, seed=helpers.SEEDS.get(family, 7))
+    compiled: Any = torch.compile(target, backend="eager", dynamic=False)
+    reference = helpers.text(prompts, NEW, family)
+    served = generator(compiled)
+    helpers.assert_equal(serve(served, oracle(reference), **request(prompts)), reference)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    helpers.assert_equal(serve(served, **request(prompts)), reference, all_kinds=False)
+    assert counters["stats"]["unique_graphs"] == 1, "the next request was compiled again"
+
+
+@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("qwen3", "one")])
+def test_a_generator_that_compiles(family: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Projections are merged: sums in another order, so only the tokens are the same."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    target = tiny_model(family, seed=helpers.SEEDS.get(family, 7))
+    reference = helpers.text(prompts, NEW, family)
+    served = generator(target)
+    assert served.compile() is served
+    helpers.assert_equal(serve(served, oracle(reference), **request(prompts)), reference)
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert not counters["graph_break"]
+    assert served.model is target
+    assert helpers.plain(target, **request(prompts)).tolist() == reference.tolist()
+
+
+def test_weights_that_change_under_a_compiled_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merged projections are copies of the weights."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    target = tiny_model("llama", seed=7)
+    served = generator(target).compile()
+    before = serve(served, **request("one")).output.tolist()
+    with torch.no_grad():
+        target.model.layers[0].self_attn.q_proj.weight.mul_(-3)
+    after = helpers.plain(target, **request("one")).tolist()
+    assert serve(served, **request("one")).output.tolist() == after != before
+
+
+def test_no_more_rounds_are_launched_than_have_a_place_for_their_record() -> None:
+    served = generator(helpers.model())
+    rounds = served.rounds(**request("one"), do_sample=False)
+    for _ in range(2):
+        next(rounds)
+    program: Any = served._programs._program
+    while program.pending < AHEAD:
+        program.launch()
+    with pytest.raises(SpecdecError, match=f"{AHEAD} rounds are on their way"):
+        program.launch()
+
+
+def test_attention_without_a_tree_is_an_error() -> None:
+    target = ModelTarget(helpers.model(), torch.tensor(helpers.ONE))
+    target.prefill()
+    context = RoundContext(FixedCache(target.cache, width=4, capacity=64, starts=None), helpers.model(), "reference")
+    rows = torch.zeros(1, 4, 4, 12)
+    with pytest.raises(SpecdecError, match="before it has a tree"):
+        context.attend(0, rows, rows[:, :2], rows[:, :2], None, None, None)
