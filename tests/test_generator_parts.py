@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from specdec import Candidates, ShapeError, SpeculativeGenerator, UnsupportedError, control, drafters, trees, verify
-from specdec.generator import _check_part
+from specdec.hf.arguments import check_part
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
 from tests import helpers
 
@@ -23,12 +23,12 @@ WRONG = {
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, parts in WRONG.items() for part in parts])
 def test_a_part_of_the_wrong_kind_is_named(name, part):
     with pytest.raises(UnsupportedError, match=f"^{name}= got"):
-        _check_part(name, part, PROTOCOLS[name])
+        check_part(name, part, PROTOCOLS[name])
 
 
 def test_a_bare_model_as_drafter_is_told_what_to_do():
     with pytest.raises(UnsupportedError, match="ModelDrafter"):
-        _check_part("drafter", helpers.model(), Drafter)
+        check_part("drafter", helpers.model(), Drafter)
 
 
 @pytest.mark.parametrize("count", [True, 99, -1])

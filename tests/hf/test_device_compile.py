@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from specdec.errors import SpecdecError
 from specdec.hf import attention
 from specdec.hf.fixed_cache import FixedCache, PassedLayer
+from specdec.hf.merged import Merged, Projection
 from specdec.hf.round_context import RoundContext
 from specdec.hf.round_program import AHEAD
 from specdec.hf.target import ModelTarget
@@ -28,7 +29,8 @@ PASSED = ["lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing compiled before, and no checks of annotations in what the compiler sees."""
-    for owner, names in ((PassedLayer, PASSED), (RoundContext, ["attend"])):
+    seen = {PassedLayer: PASSED, RoundContext: ["attend"], Merged: ["part"], Projection: ["forward"]}
+    for owner, names in seen.items():
         for name in names:
             monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, inspect.unwrap(attention.attend))
@@ -55,7 +57,7 @@ def test_a_model_that_was_compiled(family: str, prompts: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1, "the next request was compiled again"
 
 
-@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("qwen3", "one")])
+@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one")])
 def test_a_generator_that_compiles(family: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections are merged: sums in another order, so only the tokens are the same."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

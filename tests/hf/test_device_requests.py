@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, StoppingCriteria
 
 from specdec import SpeculativeGenerator, control, drafters, kv, trees, verify
 from specdec.errors import UnsupportedError
+from specdec.hf import cache as cache_module
 from specdec.hf.round_program import AHEAD, RoundProgram
 from specdec.testing import tiny_model
 from specdec.testing.tokenizer import tiny_tokenizer
@@ -19,7 +20,7 @@ from tests import helpers
 from tests.hf.device_runs import generator, oracle, serve
 from tests.processors import Shift
 
-NEW = 24
+NEW, SHORT = 24, 12
 START = helpers.START["one"]
 
 
@@ -140,7 +141,7 @@ def program(served: SpeculativeGenerator) -> RoundProgram:
 
 def compare(served: SpeculativeGenerator, **asked: Any) -> RoundProgram:
     """Serves a greedy request, compares it with plain decoding, and returns the program that it took."""
-    asked = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": helpers.PAD, **asked}
+    asked = {"max_new_tokens": SHORT, "do_sample": False, "pad_token_id": helpers.PAD, **asked}
     assert served.generate(**asked).tolist() == helpers.plain(served.model, **asked).tolist()
     return program(served)
 
@@ -148,7 +149,7 @@ def compare(served: SpeculativeGenerator, **asked: Any) -> RoundProgram:
 def test_a_program_serves_the_requests_that_follow() -> None:
     served = generator(helpers.model("gemma3"))
     first = compare(served, **helpers.batch(helpers.ONE))
-    for prompt, tokens in (([[5, 6, 7] * 30], 20), ([[9]], 40), (helpers.ONE, NEW)):
+    for prompt, tokens in (([[5, 6, 7] * 30], 20), ([[9]], 30), (helpers.ONE, SHORT)):
         assert compare(served, input_ids=torch.tensor(prompt), max_new_tokens=tokens) is first
 
 
@@ -160,9 +161,9 @@ def test_a_program_serves_other_padding() -> None:
 
 
 CHANGES: dict[str, dict[str, Any]] = {
-    "another stop": {"eos_token_id": int(text()[0, START + 14])},
+    "another stop": {"eos_token_id": int(text()[0, START + 4])},
     "another processor": {"suppress_tokens": text()[0, START + 2 : START + 5].tolist()},
-    "a larger text": {"max_new_tokens": 240},
+    "a larger text": {"max_new_tokens": 40},
     "another batch": {"input_ids": torch.tensor(helpers.ONE * 2)},
     "padding": {"attention_mask": torch.tensor([[0, 0, *[1] * 7]])},
     "fewer drafts": {"num_draft_tokens": 3},
@@ -170,13 +171,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_request_of_another_kind_gets_a_program_of_its_own(name: str) -> None:
+def test_a_request_of_another_kind_gets_a_program_of_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_module, "GROWTH", 8)  # little room beyond what a request needs
     served, asked = generator(helpers.model()), {"input_ids": torch.tensor(helpers.ONE)}
     first = compare(served, **asked)
     change = {**asked, **CHANGES[name]}
     drafts = {"num_draft_tokens": change.pop("num_draft_tokens")} if "num_draft_tokens" in change else {}
-    expected = helpers.plain(served.model, **{"max_new_tokens": NEW, **change})
-    output = served.generate(**{"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **change, **drafts})
+    expected = helpers.plain(served.model, **{"max_new_tokens": SHORT, **change})
+    output = served.generate(**{"max_new_tokens": SHORT, "do_sample": False, "pad_token_id": 0, **change, **drafts})
     assert output.tolist() == expected.tolist()
     other = program(served)
     assert other is not first

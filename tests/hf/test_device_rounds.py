@@ -25,7 +25,7 @@ from tests.hf.device_runs import REFUSED, SERVED, generator, oracle, serve
 
 NEW = 24
 SLIDING = ["mistral", "phi3", "gemma3", "gemma4", "gpt_oss"]
-LOOKUP_SEEDS = {"gpt2": 3, "gemma4": 14, "gemma4_moe": 0}
+LOOKUP_SEEDS = {"gpt2": 3}
 """Seeds whose text repeats itself now and then, where that of `helpers` does not."""
 
 
@@ -45,16 +45,7 @@ def test_greedy_tokens_equal_plain_generate(family: str, prompts: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "prompts"),
-    [
-        ("llama", "one"),
-        ("qwen3", "ragged"),
-        ("mistral", "one"),
-        ("gpt2", "ragged"),
-        ("gemma3", "ragged"),
-        ("gemma4", "one"),
-        ("gemma4_moe", "one"),
-        ("gpt_oss", "ragged"),
-    ],
+    [("llama", "one"), ("mistral", "one"), ("gpt2", "ragged"), ("gemma3", "ragged")],
 )
 def test_greedy_tokens_with_drafts_looked_up_in_the_text(family: str, prompts: str) -> None:
     seed = {"seed": LOOKUP_SEEDS[family]} if family in LOOKUP_SEEDS else {}
@@ -95,15 +86,14 @@ def shifts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_window_moves_on_in_a_long_text(family: str, draft: str, shifts: list[int]) -> None:
     """The buffer of a window has room for 280 slots and those of the tree."""
     prompt = torch.randint(2, 97, (1, 230), generator=torch.Generator().manual_seed(1))
-    request = {"input_ids": prompt, "max_new_tokens": 90}
+    request = {"input_ids": prompt, "max_new_tokens": 85}
     reference = helpers.plain(helpers.model(family), **request)
     run = serve(helpers.model(family), oracle(reference) if draft == "oracle" else None, **request)
     helpers.assert_equal(run, reference)
     assert shifts, "no window was moved"
 
 
-@pytest.mark.parametrize("family", SLIDING)
-@pytest.mark.parametrize("prompts", helpers.PROMPTS)
+@pytest.mark.parametrize(("family", "prompts"), [*((family, "one") for family in SLIDING), ("gemma3", "ragged")])
 def test_a_window_moves_on_again_and_again(
     family: str, prompts: str, shifts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,8 +111,16 @@ def test_rows_that_advance_in_turns_do_not_use_up_the_buffers(monkeypatch: pytes
     helpers.assert_equal(serve(helpers.model(), draft, **prompts, max_new_tokens=60), reference, all_kinds=False)
 
 
-@pytest.mark.parametrize("preset", ["INT8", "FP8_INT8", "INT8_INT4", "INT4"])
-@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one"), ("gemma3", "ragged")])
+@pytest.mark.parametrize(
+    ("preset", "family", "prompts"),
+    [
+        ("INT8", "llama", "ragged"),
+        ("FP8_INT8", "llama", "one"),
+        ("INT8_INT4", "llama", "ragged"),
+        ("INT4", "gemma3", "ragged"),
+        ("INT8", "gemma3", "one"),
+    ],
+)
 def test_codecs_give_the_tokens_of_rounds_on_the_host(family: str, prompts: str, preset: str) -> None:
     codecs = {"INT8_INT4": kv.KVCacheConfig(keys=kv.Hadamard(kv.Int8()), values=kv.Int4(group=4))}.get(preset)
     if codecs is None:
@@ -190,6 +188,18 @@ def test_a_draft_model_drafts_on_the_device(prompts: str, draft: str) -> None:
     run = serve(generator(target, drafter=drafter, tree=trees.Chain(4)), **request)
     helpers.assert_equal(run, helpers.text(prompts, NEW, "gemma3"), all_kinds=False)
     assert (run.generator.stats.acceptance_rate > 0.9) == (draft == "same")
+
+
+@pytest.mark.parametrize("ids", [64, 128])
+def test_a_draft_model_may_have_ids_beyond_the_tokenizer(ids: int) -> None:
+    """Models of one tokenizer are padded differently: what the other does not know is neither proposed nor run."""
+    target, drafter = helpers.model(), drafters.ModelDrafter(helpers.model(vocab_size=ids))
+    served = generator(target, drafter=drafter, tree=trees.Chain(4))
+    run = serve(served, **helpers.batch(helpers.FOUR), max_new_tokens=NEW)
+    helpers.assert_equal(run, helpers.text("ragged", NEW), all_kinds=False)
+    proposed = torch.cat([round.tree.tokens[:, 1:][round.tree.valid[:, 1:]] for round in run.rounds])
+    assert proposed.max() < min(ids, 97)
+    assert helpers.text("ragged", NEW).max() >= 64, "no token that the smaller model does not know"
 
 
 def test_ties_fall_as_in_plain_generate() -> None:

@@ -4,7 +4,7 @@ The target is a table model, so the joint law of the first tokens is known exact
 which every token has been followed by several others. Seeds are fixed: a test either holds or does not.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -15,13 +15,15 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process
 
 from specdec import drafters, trees, verify
+from specdec.hf import cache as cache_module
 from specdec.hf import device_rounds
 from specdec.protocols import TreeBuilder
 from specdec.testing import table_model
 from tests import helpers
 from tests.hf.device_runs import generator, serve
-from tests.test_sampling_laws import RUNS, TARGET, TOKENS, VOCAB, WARPERS, joint, pvalue
+from tests.test_sampling_laws import TARGET, VOCAB, WARPERS, pvalue
 
+TOKENS, RUNS = 4, 1500
 PROMPT = [0, 1, 3, 0, 2, 2, 0, 0, 1, 2, 1, 0, 3, 2, 0]
 TREES: dict[str, TreeBuilder] = {"chain": trees.Chain(3), "tree": trees.BestFirst(nodes=7)}
 Choose = Callable[[Tensor], Tensor]
@@ -32,35 +34,45 @@ def target() -> PreTrainedModel:
     return table_model(TARGET)
 
 
+def joint(warpers: Sequence[logits_process.LogitsProcessor]) -> Tensor:
+    """Exact probability of every text of `TOKENS` tokens after the prompt."""
+    ids, scores = torch.arange(VOCAB)[:, None], TARGET.log()
+    for warper in warpers:
+        scores = warper(ids, scores)
+    law = scores.double().softmax(-1)
+    probs = law[PROMPT[-1]]
+    for _ in range(TOKENS - 1):
+        probs = (probs.view(-1, VOCAB)[:, :, None] * law).flatten()
+    return probs
+
+
 def draw(tree: TreeBuilder, seed: int = 0, **options: Any) -> Tensor:
     """Counts of the texts drawn in `RUNS` rows of a batch."""
-    run = serve(
-        generator(target(), drafter=drafters.SuffixDrafter(), tree=tree),
-        input_ids=torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
-        num_return_sequences=RUNS,
-        max_new_tokens=TOKENS,
-        do_sample=True,
-        generator=torch.Generator().manual_seed(seed),
-        **{"top_k": 0, **options},
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache_module, "GROWTH", 8)  # thousands of rows in short buffers
+        run = serve(
+            generator(target(), drafter=drafters.SuffixDrafter(), tree=tree),
+            input_ids=torch.tensor([PROMPT]),
+            attention_mask=torch.ones(1, len(PROMPT), dtype=torch.int64),
+            num_return_sequences=RUNS,
+            max_new_tokens=TOKENS,
+            do_sample=True,
+            generator=torch.Generator().manual_seed(seed),
+            **{"top_k": 0, **options},
+        )
     new = run.output[:, len(PROMPT) :]
     assert run.generator.stats.accepted > RUNS // 5, "drafts are never accepted"
-    # After the prompt's own token two are left, so no path is accepted in part; narrow laws reject no tree whole.
-    assert "full" in run.kinds
+    assert {"full", "partial"} <= run.kinds
+    assert "zero" in run.kinds or options, "narrow laws may reject no tree whole"
     return torch.bincount((new * VOCAB ** torch.arange(TOKENS - 1, -1, -1)).sum(-1), minlength=VOCAB**TOKENS)
 
 
-@pytest.mark.parametrize("warper", WARPERS)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "warper"), [("chain", "plain"), ("chain", "top-k"), *(("tree", warper) for warper in WARPERS)]
+)
 def test_the_text_has_the_target_s_law(tree: str, warper: str) -> None:
     options, processors = WARPERS[warper]
-    assert pvalue(draw(TREES[tree], **options), joint(processors, PROMPT[-1])) > 1e-3
-
-
-def test_min_p_holds_for_drafts_and_for_the_bonus_token() -> None:
-    counts = draw(TREES["tree"], min_p=0.5)
-    assert pvalue(counts, joint([logits_process.MinPLogitsWarper(0.5)], PROMPT[-1])) > 1e-3
+    assert pvalue(draw(TREES[tree], **options), joint(processors)) > 1e-3
 
 
 def _one_wait_for_all_nodes(scores: Tensor, waits: Tensor) -> Tensor:
@@ -76,11 +88,11 @@ def _likely_drafts_are_believed(scores: Tensor, waits: Tensor) -> Tensor:
     """The first node's choice is the most likely one now and then."""
     probs = scores.softmax(-1)
     best = torch.nn.functional.one_hot(probs.argmax(-1), VOCAB)
-    return torch.where((waits[..., :1] < 0.1) & (best > 0), torch.inf, probs / waits)
+    return torch.where((waits[..., :1] < 0.2) & (best > 0), torch.inf, probs / waits)
 
 
 def _flatter(scores: Tensor, waits: Tensor) -> Tensor:
-    return (scores / 1.3).softmax(-1) / waits
+    return (scores / 1.8).softmax(-1) / waits
 
 
 WRONG = [_one_wait_for_all_nodes, _uniform_waits, _likely_drafts_are_believed, _flatter]
@@ -96,21 +108,21 @@ def test_a_wrong_draw_is_noticed(wrong: Callable[[Tensor, Tensor], Tensor], monk
         return choose
 
     monkeypatch.setattr(device_rounds, "chooser", chooser)
-    assert pvalue(draw(TREES["tree"]), joint([], PROMPT[-1])) < 1e-6
+    assert pvalue(draw(TREES["tree"]), joint([])) < 1e-9
 
 
 def test_warpers_that_are_left_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = device_rounds.chooser
     monkeypatch.setattr(device_rounds, "chooser", lambda _, **rest: chooser([], **rest))
     options, processors = WARPERS["top-p"]
-    assert pvalue(draw(TREES["tree"], **options), joint(processors, PROMPT[-1])) < 1e-9
+    assert pvalue(draw(TREES["tree"], **options), joint(processors)) < 1e-9
 
 
 @pytest.mark.parametrize("prompts", helpers.PROMPTS)
 def test_a_seed_gives_one_text(prompts: str) -> None:
     """With torch's generator and with one's own, in a new program and in a kept one."""
     served = generator(helpers.model())
-    asked = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": 16, "do_sample": True, "top_k": 8}
+    asked = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": 9, "do_sample": True, "top_k": 8}
 
     def drawn(seed: int, own: bool) -> list[list[int]]:
         torch.manual_seed(seed)

@@ -313,7 +313,7 @@ def _position_counts_drafts(patch: pytest.MonkeyPatch) -> None:
 
     def counted(self: ModelTarget, rows: Tensor, counts: Tensor) -> None:
         keep(self, rows, counts)
-        self.next_position = self._next_position + 1
+        self.next_position = self.next_position + 1
 
     patch.setattr(ModelTarget, "keep", counted)
 

@@ -1,0 +1,68 @@
+"""A twin with merged projections computes what the model does, and leaves the model alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from specdec.hf.merged import Merged, Projection, merged_twin
+from specdec.testing import tiny_model
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+COUNTS = {"llama": 10, "qwen2": 10, "gemma3": 20, "gemma4_shared": None, "gpt2": 0, "phi3": 0}
+"""Merged projections per family: qwen2's have biases, others none; gpt2 and phi3 come with projections merged."""
+
+
+@pytest.mark.parametrize("family", COUNTS)
+def test_a_twin_gives_the_same_logits(family: str) -> None:
+    model = tiny_model(family)
+    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    modules = list(model.modules())
+    twin, count = merged_twin(model)
+    torch.testing.assert_close(twin(IDS).logits, model(IDS).logits, rtol=0, atol=1e-12)
+    assert COUNTS[family] in (None, count)
+    assert (twin is model) == (count == 0)
+    assert sum(isinstance(module, Projection) for module in twin.modules()) == count
+    # The model has the modules and weights that it had.
+    assert all(mine is other for mine, other in zip(model.modules(), modules, strict=True))
+    after = model.state_dict()
+    assert {name: value.data_ptr() for name, value in after.items()} == {name: at for name, (at, _) in before.items()}
+    assert all(torch.equal(after[name], value) for name, (_, value) in before.items())
+
+
+def test_what_is_more_than_a_product_is_not_merged() -> None:
+    """A hook, an adapter in place of a projection, a forward of its own."""
+
+    class Adapted(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input) * 2
+
+    model = tiny_model("llama")
+    plain = merged_twin(model)[1]
+    first, second = (layer.mlp for layer in model.model.layers)
+    first.up_proj.register_forward_hook(lambda *_: None)
+    adapted = Adapted(48, 64, bias=False, dtype=torch.float64)
+    second.gate_proj = adapted
+    own = model.model.layers[0].self_attn.q_proj
+    own.forward = own.forward
+    twin, count = merged_twin(model)
+    assert count == plain - 2 - 2 - 3
+    assert twin.model.layers[1].mlp.gate_proj is adapted
+    torch.testing.assert_close(twin(IDS).logits, model(IDS).logits, rtol=0, atol=1e-12)
+
+
+def test_each_input_has_its_own_product() -> None:
+    """Projections that are called with different inputs, out of order, or twice are still their own."""
+    torch.manual_seed(0)
+    linears = [nn.Linear(4, size, dtype=torch.float64) for size in (3, 2)]
+    first, second = Projection(merged := Merged(linears), 0), Projection(merged, 1)
+    one, other = torch.randn(2, 5, 4, dtype=torch.float64)
+    for projection, linear, given in (
+        (first, linears[0], one),
+        (second, linears[1], other),
+        (second, linears[1], one),
+        (first, linears[0], one),
+        (first, linears[0], one),
+        (second, linears[1], one),
+    ):
+        torch.testing.assert_close(projection(given), linear(given), rtol=0, atol=1e-12)
+    assert merged.given is None, "an input is kept alive"
