@@ -110,6 +110,11 @@ def serve(
     return helpers.Run(output, rounds, made)
 
 
+def deepest(round: Round) -> Tensor:
+    """Depth of the deepest node of each row."""
+    return topology.depths(round.tree.parents).masked_fill(~round.tree.valid, 0).amax(-1)
+
+
 def check_rounds(rounds: list[Round], prompt: Tensor, output: Tensor) -> None:
     """Trees, paths and tokens of the records fit together and add up to the text."""
     texts = prompt.tolist()
@@ -125,6 +130,7 @@ def check_rounds(rounds: list[Round], prompt: Tensor, output: Tensor) -> None:
             accepted = int(round.num_accepted[row])
             assert round.committed[row, count:].tolist() == [-1] * (len(path) - count)
             assert accepted <= count <= accepted + 1
+            assert count or round.tree.num_nodes[row] == 1, "a tree for a row that stopped"
             assert path == path[:accepted] + [-1] * (len(path) - accepted)
             assert [tokens[row][node] for node in path[:accepted]] == committed[:accepted]
             assert [parents[row][node] for node in path[:accepted]] == [0, *path][:accepted]

@@ -138,3 +138,37 @@ def test_a_round_reads_the_device_once(capture: bool, monkeypatch: pytest.Monkey
         torch.cuda.synchronize()
     home = [event for event in profiler.events() if event.device_type == DeviceType.CUDA and "DtoH" in event.name]
     assert len(home) == 5
+
+
+@pytest.mark.parametrize("length", [200, 268])
+def test_a_window_moves_on_in_a_graph(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffer of a window has 280 slots: it overflows on the way, or would while the program runs for warmth."""
+    torch.manual_seed(length)
+    model, given = model_of("gemma3"), {"inputs": torch.randint(2, 9, (1, length)).cuda()}
+    request = {"max_new_tokens": 100, "pad_token_id": 0, "do_sample": False}
+    generator = generator_of(model)
+    captured = [generator.generate(**given, **request) for _ in range(2)]
+    assert any(stack.base > 0 for stack in generator._programs._program.cache.stacks)  # type: ignore[union-attr]
+    with uncaptured(monkeypatch):
+        stepped = generator_of(model).generate(**given, **request)
+    plain = type(model).generate(model, **given, **request)
+    for other in (*captured, stepped):
+        assert torch.equal(other, plain)
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers would rather have them there
+def test_prompts_on_the_cpu() -> None:
+    """Padding, too, is moved to where the rounds run."""
+    model, given = model_of("llama"), prompts(3)
+    here = {name: value.cpu() for name, value in given.items()}
+    plain = type(model).generate(model, **given, **NEW, do_sample=False)
+    assert torch.equal(generator_of(model).generate(**here, **NEW, do_sample=False), plain.cpu())
+
+
+@pytest.mark.parametrize(("options", "on_device"), [({}, True), ({"repetition_penalty": 1.3}, False)])
+def test_auto_takes_the_device_where_it_can(options: dict[str, Any], on_device: bool) -> None:
+    model, given = model_of("llama"), prompts(1)
+    generator = generator_of(model, execution="auto")
+    plain = type(model).generate(model, **given, **NEW, do_sample=False, **options)
+    assert torch.equal(generator.generate(**given, **NEW, do_sample=False, **options), plain)
+    assert (generator._programs._program is not None) == on_device

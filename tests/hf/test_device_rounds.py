@@ -21,9 +21,9 @@ from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.round_context import RoundContext
 from specdec.testing import FAMILIES, table_model
 from tests import helpers
-from tests.hf.device_runs import REFUSED, SERVED, generator, oracle, serve
+from tests.hf.device_runs import REFUSED, SERVED, deepest, generator, oracle, serve
 
-NEW = 24
+NEW, SHORT = 24, 12
 SLIDING = ["mistral", "phi3", "gemma3", "gemma4", "gpt_oss"]
 LOOKUP_SEEDS = {"gpt2": 3}
 """Seeds whose text repeats itself now and then, where that of `helpers` does not."""
@@ -176,17 +176,21 @@ def test_drafts_end_at_the_model_s_last_position(prompts: str) -> None:
     reference = helpers.plain(target, **request)
     run = serve(target, oracle(reference), **request)
     helpers.assert_equal(run, reference)
-    for round in run.rounds[-4:]:
-        assert round.tree.num_nodes.max() == 1
+    position = torch.tensor([len(prompt) - 1 for prompt in helpers.PROMPTS[prompts]])
+    for round in run.rounds:
+        allowed = (target.config.max_position_embeddings - 1 - position).clamp_min(0)
+        assert (deepest(round) <= allowed).all()
+        position = position + round.num_committed
+    assert (allowed == 0).any()
 
 
 @pytest.mark.parametrize(("prompts", "draft"), [("one", "other"), ("ragged", "same")])
 def test_a_draft_model_drafts_on_the_device(prompts: str, draft: str) -> None:
     target = helpers.model("gemma3")
     drafter = drafters.ModelDrafter(target if draft == "same" else helpers.model("llama"))
-    request = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": NEW}
+    request = {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": SHORT}
     run = serve(generator(target, drafter=drafter, tree=trees.Chain(4)), **request)
-    helpers.assert_equal(run, helpers.text(prompts, NEW, "gemma3"), all_kinds=False)
+    helpers.assert_equal(run, helpers.text(prompts, SHORT, "gemma3"), all_kinds=False)
     assert (run.generator.stats.acceptance_rate > 0.9) == (draft == "same")
 
 
@@ -195,11 +199,11 @@ def test_a_draft_model_may_have_ids_beyond_the_tokenizer(ids: int) -> None:
     """Models of one tokenizer are padded differently: what the other does not know is neither proposed nor run."""
     target, drafter = helpers.model(), drafters.ModelDrafter(helpers.model(vocab_size=ids))
     served = generator(target, drafter=drafter, tree=trees.Chain(4))
-    run = serve(served, **helpers.batch(helpers.FOUR), max_new_tokens=NEW)
-    helpers.assert_equal(run, helpers.text("ragged", NEW), all_kinds=False)
+    run = serve(served, **helpers.batch(helpers.FOUR), max_new_tokens=SHORT)
+    helpers.assert_equal(run, helpers.text("ragged", SHORT), all_kinds=False)
     proposed = torch.cat([round.tree.tokens[:, 1:][round.tree.valid[:, 1:]] for round in run.rounds])
     assert proposed.max() < min(ids, 97)
-    assert helpers.text("ragged", NEW).max() >= 64, "no token that the smaller model does not know"
+    assert helpers.text("ragged", SHORT).max() >= 64, "no token that the smaller model does not know"
 
 
 def test_ties_fall_as_in_plain_generate() -> None:
