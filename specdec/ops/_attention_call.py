@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ShapeError
+from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._attention_plan import AttentionShape
 
-WORD = 64
 STORED = {torch.int8, torch.float8_e4m3fn}
 
 
@@ -38,8 +38,7 @@ class AttentionCall:
         """Depth of every pending row: as given, or the number of a node's ancestors."""
         if self.depths is not None:
             return self.depths
-        bits = torch.bitwise_right_shift(self.visible.unsqueeze(-1), torch.arange(WORD, device=self.visible.device)) & 1
-        return bits.sum((-1, -2)) - 1
+        return unpack(self.visible, WORD * self.visible.shape[2]).sum(-1) - 1
 
     def checked(self) -> AttentionShape:
         """The shape of the problem; raises `ShapeError` for arguments that do not belong together."""

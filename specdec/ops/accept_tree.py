@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
-from specdec.ops._attention_call import WORD
+from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._dispatch import Impl
 
 
@@ -131,8 +131,7 @@ def _reference(
     index = torch.arange(nodes, device=tokens.device)
     valid = index < num_nodes[:, None]
     agrees = (chosen.gather(1, parents.clamp_min(0)) == tokens) | (index == 0)
-    bits = torch.bitwise_right_shift(visible.unsqueeze(-1), torch.arange(WORD, device=tokens.device)) & 1
-    sees = bits.flatten(-2)[..., :nodes].bool()
+    sees = unpack(visible, nodes)
     accepted = valid & (~sees | (agrees & valid)[:, None]).all(-1)
     # One node of each depth at most: accepted nodes are a path.
     place = torch.where(accepted, depths, nodes)

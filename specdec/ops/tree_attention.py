@@ -20,7 +20,8 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._attention_call import WORD, AttentionCall
+from specdec.ops._ancestry import pack, unpack
+from specdec.ops._attention_call import AttentionCall
 from specdec.ops._attention_plan import device_of, make_plan
 
 
@@ -147,10 +148,7 @@ def split_kv_attention(
 
 def chain_mask(rows: int, device: torch.device) -> Int[Tensor, "1 rows words"]:
     """The mask in which row i sees rows 0 to i."""
-    seen = torch.arange(WORD * max(1, -(-rows // WORD)), device=device) <= torch.arange(rows, device=device)[:, None]
-    bits = seen.to(torch.int64).unflatten(-1, (-1, WORD))
-    words: Tensor = torch.bitwise_left_shift(bits, torch.arange(WORD, device=device)).sum(-1)
-    return words[None]
+    return pack(torch.ones(1, rows, max(1, rows), dtype=torch.bool, device=device).tril())
 
 
 def _reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -190,8 +188,7 @@ def visible_slots(call: AttentionCall, slots: int) -> Bool[Tensor, "batch rows s
     """Which of the first `slots` slots each node sees; see the head of this file."""
     visible, lengths, depths, window = call.visible, call.lengths, call.pending_depths, call.window
     rows, pending = visible.shape[1], depths.shape[1]
-    bits = torch.bitwise_right_shift(visible.unsqueeze(-1), torch.arange(WORD, device=visible.device)) & 1
-    drafted = bits.flatten(-2)[..., :pending].bool()
+    drafted = unpack(visible, pending)
     slot = torch.arange(slots, device=lengths.device)
     committed = slot < lengths[:, None]
     if call.starts is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
-from specdec.ops._attention_call import WORD
+from specdec.ops._ancestry import ancestor_matrix, pack
 from specdec.ops._dispatch import Impl
 
 
@@ -52,15 +52,7 @@ def tree_layout(
 
 
 def _reference(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Relates nodes to ancestors twice as far away in every step, without reading the device."""
-    nodes = parents.shape[1]
-    index = torch.arange(nodes, device=parents.device)
-    valid = index < num_nodes[:, None]
-    reach = (parents[:, :, None] == index) | (index[:, None] == index)
-    for _ in range(max(1, (nodes - 1).bit_length())):
-        reach = (reach.to(torch.float32) @ reach.to(torch.float32)) > 0
-    reach &= valid[:, :, None]
-    depths = (reach.sum(-1) - 1).clamp_min(0)
-    words = -(-nodes // WORD)
-    bits = torch.nn.functional.pad(reach, (0, words * WORD - nodes)).unflatten(-1, (words, WORD)).to(torch.int64)
-    return torch.bitwise_left_shift(bits, torch.arange(WORD, device=parents.device)).sum(-1), depths
+    """The definition in plain torch, without reading the device."""
+    valid = torch.arange(parents.shape[1], device=parents.device) < num_nodes[:, None]
+    reach = ancestor_matrix(parents.masked_fill(~valid, -1)) & valid[:, :, None]
+    return pack(reach), (reach.sum(-1) - 1).clamp_min(0)
