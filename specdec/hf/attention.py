@@ -101,17 +101,21 @@ def choose(
     can, reason = ops.available("tree_attention", device)
     if attention == "model" or (attention == "auto" and not (can and device.type == "cuda")):
         return None
-    if attention != "triton" or can:
-        reason = ""
-    if weights:
-        reason = "output_attentions=True asks for weights, which it does not compute"
-    elif prompt is not None and not bool((prompt == (prompt.cumsum(-1) > 0)).all()):
-        reason = "the attention mask has gaps, where only padding on the left is served"
+    reason = obstacle(weights=weights, prompt=prompt) or (reason if attention == "triton" and not can else "")
     if not reason:
         return attention
     if attention == "auto":
         return None
     raise UnsupportedError(f"attention={attention!r} cannot serve this request: {reason}. Use attention='model'.")
+
+
+def obstacle(*, weights: bool, prompt: Bool[Tensor, "batch prompt"] | None) -> str:
+    """Why no implementation of the op can serve a request; an empty string if one can. Arguments as for `choose`."""
+    if weights:
+        return "output_attentions=True asks for weights, which it does not compute"
+    if prompt is not None and not bool((prompt == (prompt.cumsum(-1) > 0)).all()):
+        return "the attention mask has gaps, where only padding on the left is served"
+    return ""
 
 
 @contextmanager

@@ -81,7 +81,7 @@ class Programs:
             (batch, capacity, draft, starts is None, tuple(stops), ledger.do_sample),
             (processors, id(generator), capture, compiled, weights, codecs),
         )
-        impl: ops.Impl = "auto" if device.type == "cuda" else "reference"
+        impl: ops.Impl = target.impl or "auto"
         kept = self._program if key == self._key else None
         if kept is None:
             self._key = self._program = None  # its buffers make room for the new ones
@@ -131,7 +131,6 @@ def obstacle(
 ) -> str:
     """Why a request cannot be served by device rounds; an empty string if it can."""
     strangers = [type(item).__name__ for item in ledger.processors if type(item) not in PREFIX_FREE]
-    device = target.model_device.type
     if type(verifier) is not TargetOnly:
         return f"{type(verifier).__name__} decides on the host; device rounds verify by verify.TargetOnly"
     if type(controller) is not Always:
@@ -144,18 +143,20 @@ def obstacle(
         return "a batch with criteria of one's own goes token by token"
     if nodes < 1:
         return "nothing is to be drafted"
-    if target._token_type is not None:
-        return "token_type_ids are not handed on"
+    if target.device_obstacle:
+        return target.device_obstacle
     if len(target.cache.row_layers) != len(target.cache.layers):
         return "layers that share keys and values with another layer are not served"
     try:
         form = device_form(drafter, tree, nodes)
-        target.attention_impl("triton" if device == "cuda" else "reference")
     except UnsupportedError as error:
         return str(error).rstrip(".")
     models = [target.model, form.model] if isinstance(form, DeviceChain) else [target.model]
     if any(weight.device != target.model_device for model in models for weight in model.parameters()):
         return "its weights are on several devices"
+    if target.model_device.type == "cuda":
+        can, reason = ops.available("tree_attention", target.model_device)
+        return next(filter(None, (support.capture_obstacle(model.config) for model in models)), "" if can else reason)
     return ""
 
 

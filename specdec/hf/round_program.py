@@ -2,8 +2,8 @@
 
 Every shape is fixed and everything that changes is the content of a device tensor, so on a CUDA device the program is
 captured once as a graph and replayed; elsewhere, or with `capture=False`, the same program runs step by step. What a
-round did arrives in pinned memory behind it. Since no step waits for the host, rounds are launched ahead of what the
-host has read, and its work is hidden behind them.
+round did arrives in pinned memory behind it. No step waits for the host, so rounds are launched ahead of what the host
+has read, and its work goes on beside them.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec import ops
-from specdec.errors import SpecdecError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import support
 from specdec.hf.cache import RowCache
 from specdec.hf.device_draft import Draft
@@ -92,11 +92,10 @@ class RoundProgram:
         self._launched = self._read = 0
 
     def load(self, source: RowCache, state: ops.TextState, starts: Tensor | None) -> None:
-        """Takes over another prompt, of the same batch size and within the same capacity."""
+        """Takes over another prompt, of the same batch size and capacity."""
         self.cache.load(source, starts)
         for field in fields(state):
-            mine, theirs = getattr(self.state, field.name), getattr(state, field.name)
-            mine[..., : theirs.shape[-1]] = theirs
+            getattr(self.state, field.name).copy_(getattr(state, field.name))
         self._launched = self._read = 0
 
     @property
@@ -111,7 +110,15 @@ class RoundProgram:
         if self.pending >= AHEAD:
             raise SpecdecError(f"{self.pending} rounds are on their way; read one before the next is launched.")
         if self._capture and self._graph is None:
-            self._graph = self._captured()
+            try:
+                self._graph = self._captured()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                raise UnsupportedError(
+                    f"{type(support.plain(self.model)).__name__} could not be captured as a CUDA graph; its forward "
+                    "probably waits for the device. Use execution='host'."
+                ) from error
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -138,8 +145,9 @@ class RoundProgram:
 
     def stop(self, rows: list[bool]) -> None:
         """Ends rows that the device would still serve: the rounds launched from here on commit nothing to them."""
-        stopped = torch.tensor(rows, device=self.state.remaining.device)
-        self.state.remaining.masked_fill_(stopped, 0)
+        remaining = self.state.remaining
+        stopped = torch.tensor(rows, pin_memory=remaining.device.type == "cuda")  # else the copy waits for the rounds
+        remaining.masked_fill_(stopped.to(remaining.device, non_blocking=True), 0)
 
     def _round(self) -> None:
         """The program. Draft, verify, accept, commit; nothing here may read the device."""

@@ -60,6 +60,27 @@ def plain(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
+def capture_obstacle(config: Any) -> str:
+    """What in a model's forward waits for the device, so that no CUDA graph can hold it; empty if nothing is known."""
+    decoder = config.get_text_config(decoder=True)
+    kinds = {entry.get("rope_type", "default") for entry in _rope_layers(decoder)} & {"dynamic", "longrope"}
+    if kinds:
+        return f"rotary embeddings of type {kinds.pop()!r} look at the positions on the host in every forward"
+    experts = any(getattr(decoder, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    if experts and getattr(decoder, "_experts_implementation", None) == "eager":
+        return (
+            "eager experts ask the host which of them are used; call "
+            "model.set_experts_implementation('grouped_mm') first"
+        )
+    return ""
+
+
+def _rope_layers(decoder: Any) -> list[dict[str, Any]]:
+    """Parameters of the rotary embeddings, of each layer type where they differ."""
+    parameters = getattr(decoder, "rope_parameters", None) or {}
+    return [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
+
+
 def check_rope(config: Any, start: int, longest: int | None) -> None:
     """Raises `UnsupportedError` if rotary frequencies would change while a text grows from `start` positions.
 
@@ -72,9 +93,7 @@ def check_rope(config: Any, start: int, longest: int | None) -> None:
         longest: positions of the longest text that may be run; None if that is not known.
     """
     decoder = config.get_text_config(decoder=True)
-    parameters = getattr(decoder, "rope_parameters", None) or {}
-    layers = [entry for entry in parameters.values() if isinstance(entry, dict)] or [parameters]
-    for entry in layers:
+    for entry in _rope_layers(decoder):
         kind = entry.get("rope_type", "default")
         if kind == "longrope":
             limit = entry.get("original_max_position_embeddings") or decoder.original_max_position_embeddings

@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from specdec import ops
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
-from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose
+from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose, obstacle
 from specdec.hf.cache import RowCache, check_loadable
 from specdec.kv import KVCacheConfig
 from specdec.trees import topology
@@ -85,7 +85,7 @@ class ModelTarget:
         self._wants_attentions = bool(self._kwargs.get("output_attentions"))
         self._prompt_mask, self.next_position = self._prompt_geometry()
         self.cache = RowCache(self.model.config, cache, self._prompt_mask)
-        self._op = self.attention_impl(attention)
+        self._op = choose(attention, self.model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
         self.starts = None if self._prompt_mask is None else (~self._prompt_mask).sum(-1)
         self._check_rope()
         self._token_type = self._kwargs.get("token_type_ids")
@@ -93,9 +93,17 @@ class ModelTarget:
         self._last_lengths = self.cache.lengths
         self._last_visible = torch.zeros(self._batch, 0, 0, dtype=torch.bool)
 
-    def attention_impl(self, attention: Attention) -> ops.Impl | None:
-        """The implementation of `ops.tree_attention` that serves this request; see `specdec.hf.attention.choose`."""
-        return choose(attention, self.model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
+    @property
+    def impl(self) -> ops.Impl | None:
+        """The implementation of `ops.tree_attention` that was asked for; None for the model's own attention."""
+        return self._op
+
+    @property
+    def device_obstacle(self) -> str:
+        """Why this request cannot run in device rounds, which attend by the op and have one input; empty if it can."""
+        if self._kwargs.get("token_type_ids") is not None:
+            return "token_type_ids are not handed on"
+        return obstacle(weights=self._wants_attentions, prompt=self._prompt_mask)
 
     @property
     def _decoder(self) -> Any:

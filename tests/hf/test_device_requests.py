@@ -341,3 +341,27 @@ def test_an_unknown_place_is_refused() -> None:
     make: Callable[..., Any] = getattr(SpeculativeGenerator.__init__, "__wrapped__", SpeculativeGenerator.__init__)
     with pytest.raises(UnsupportedError, match="execution must be one of host, device, auto, got 'gpu'"):
         make(object.__new__(SpeculativeGenerator), helpers.model(), execution="gpu")
+
+
+def test_a_forward_that_cannot_be_captured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What CUDA says of a host read inside a capture does not tell the caller what to do."""
+
+    def captured(_: RoundProgram) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    served = generator(helpers.model())
+    served.generate(**request(do_sample=False))
+    program: Any = served._programs._program
+    while program.pending:
+        program.read()
+    monkeypatch.setattr(RoundProgram, "_captured", captured)
+    program._capture = True
+    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM could not be captured .* execution='host'"):
+        program.launch()
+
+
+def test_the_reference_is_taken_when_it_is_asked_for() -> None:
+    served = generator(helpers.model(), attention="reference")
+    assert served.generate(**request(do_sample=False)).tolist() == text().tolist()
+    program: Any = served._programs._program
+    assert program._context.impl == "reference"

@@ -296,3 +296,21 @@ def test_the_request_of_a_bare_target_has_no_length():
     ModelTarget(model, torch.tensor([[5, 6]]))
     with pytest.raises(UnsupportedError, match="longrope"):
         ModelTarget(model, torch.tensor([[5, 6]]), generation_config=GenerationConfig(max_length=40))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {}, ""),
+        ("gemma3", {}, ""),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "type 'dynamic'"),
+        ("mixtral", {}, "set_experts_implementation"),
+    ],
+)
+def test_what_no_graph_can_hold_is_known_beforehand(family: str, changes: dict[str, Any], message: str) -> None:
+    model = tiny_model(family, **changes)
+    found = support.capture_obstacle(model.config)
+    assert (message in found) if message else found == ""
+    if family == "mixtral":
+        model.set_experts_implementation("grouped_mm")
+        assert support.capture_obstacle(model.config) == ""
