@@ -8,10 +8,10 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import generate  # noqa: E402  (found through the line above)
-import plots  # noqa: E402
-from sphinx.application import Sphinx  # noqa: E402
+import plots  # noqa: E402  (as above)
+from sphinx.application import Sphinx  # noqa: E402  (stands after the line above)
 
-import specdec  # noqa: E402
+import specdec  # noqa: E402  (as above)
 
 generate.write_all(HERE, plots.draw if find_spec("matplotlib") else None)
 

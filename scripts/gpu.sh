@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What has to be run on a machine with a GPU: correctness first, then timings. Needs the package with its test and demo
-# extras; PROMPTS names Spec-Bench's question.jsonl, without which the real model is left out. About eight minutes.
+# extras; PROMPTS names Spec-Bench's question.jsonl, without which the real model is left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"

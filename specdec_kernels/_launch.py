@@ -6,6 +6,7 @@ reads; the earlier one says early that it may be set up.
 Tile descriptors: the copy engine fetches a whole tile of a tensor, so that no thread computes addresses.
 """
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,13 @@ from specdec_kernels import interpreted
 
 def pdl(device: torch.device) -> bool:
     """Whether kernels on a device may be launched this way."""
-    return not interpreted() and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return not interpreted() and torch.version.hip is None and _generation(device) >= 9
+
+
+@lru_cache
+def _generation(device: torch.device) -> int:
+    """First number of the compute capability; asked several times in each launch."""
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def launch_late(device: torch.device) -> dict[str, Any]:

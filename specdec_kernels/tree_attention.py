@@ -22,8 +22,15 @@ from specdec_kernels._tile import read_tile, tanh
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries and cache that the kernel takes."""
 
-
 TREE_TILES = tl.constexpr(4)
+"""Tiles by which the run with the tree is shorter: compiled for sm_90, its tiles have three to five times as many
+instructions as others. Not compared with other numbers on a GPU."""
+
+QUERY_STEPS = tl.constexpr(127.0 * 128.0)
+"""Steps from zero to the largest number of a query that is written as two bytes."""
+
+FAINTEST = tl.constexpr(2.0**-60)
+"""Smallest size of a part over its denominator to which it is scaled, so that no quotient leaves float32."""
 
 
 def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
@@ -42,8 +49,8 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
     split = plan.splits > 1
-    half = torch.float32 if query.dtype == torch.float32 else torch.float16
-    parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=half)
+    part_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
+    parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=part_dtype)
     tops, totals = query.new_empty((2, batch, heads, rows, plan.splits) if split else (2, 0), dtype=torch.float32)
     query_blocks = triton.cdiv(rows * groups, plan.block)
     page = keys.shape[2] if blocks is not None else 0
@@ -249,7 +256,7 @@ def _attend(
     if INTEGER:
         # Queries as two bytes, the high one first: products with INT8 keys are then exact, and keys stay as they are.
         peak = tl.max(tl.where(used[:, None], tl.abs(q.to(tl.float32)), 0.0))
-        unit = tl.where(peak > 0, peak, 1.0) / 16256.0
+        unit = tl.where(peak > 0, peak, 1.0) / QUERY_STEPS
         q_whole = tl.floor(tl.where(used[:, None], q.to(tl.float32), 0.0) / unit + 0.5).to(tl.int32)
         q_upper = (q_whole + 64) >> 7
         q_lower = (q_whole - (q_upper << 7)).to(tl.int8)
@@ -361,7 +368,7 @@ def _attend(
         if parts.dtype.element_ty == tl.float16:
             # Half the bytes: relative to the largest number of the row, which moves into the maximum.
             size = tl.max(tl.where(tl.abs(acc) < float("inf"), tl.abs(acc), 0.0), 1)
-            size = tl.maximum(size, total * 8.7e-19)
+            size = tl.maximum(size, total * FAINTEST)
             size = tl.where(size > 0, size, 1.0)
             share = 1.0 / size
             acc *= share[:, None]

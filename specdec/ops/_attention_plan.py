@@ -12,7 +12,7 @@ FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
 
 _MOST_SPLITS = 128
-_FEWEST_TILES = 2  # a shorter split does not pay for its part of the sum
+_FEWEST_TILES = 2  # of a run; not compared with other numbers on a GPU
 
 
 @dataclass(frozen=True, slots=True)
