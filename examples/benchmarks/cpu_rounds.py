@@ -100,12 +100,12 @@ def measure_set(
     totals: dict[str, dict[str, Any]] = {name: defaultdict(float) for name in ("plain", *methods)}
     widths: dict[str, dict[str, int]] = {name: defaultdict(int) for name in generators}
     for inputs in conversations(model, tokenizer, prompts, new_tokens):
-        prefill = seconds(lambda: model.generate(**inputs, max_new_tokens=1, do_sample=False))[0]  # noqa: B023
-        took, expected = seconds(lambda: model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False))  # noqa: B023
+        prefill = seconds(lambda: model.generate(**inputs, max_new_tokens=1, do_sample=False))[0]  # noqa: B023 - called at once
+        took, expected = seconds(lambda: model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False))  # noqa: B023 - as above
         fresh = expected.shape[1] - inputs["input_ids"].shape[1]
         _add(totals["plain"], took - prefill, fresh, fresh, 0)
         for name, method in methods.items():
-            took, ids = seconds(lambda: method(inputs))  # noqa: B023
+            took, ids = seconds(lambda: method(inputs))  # noqa: B023 - as above
             same = ids.shape == expected.shape and bool((ids == expected).all())
             passes = generators[name].stats.target_passes if name in generators else 0
             new = ids.shape[1] - inputs["input_ids"].shape[1]
@@ -176,7 +176,7 @@ def economize(model: Any, new_tokens: int) -> Method:
     Its `generate` wants an older transformers; `decode` is its loop without that wrapper.
     """
     import economize  # type: ignore[import-not-found]  # optional
-    from economize.techniques.lookup import LookupConfig  # type: ignore[import-not-found]
+    from economize.techniques.lookup import LookupConfig  # type: ignore[import-not-found]  # optional
 
     wrapped = economize.apply(model, LookupConfig())
     decoding = economize.DecodeConfig(cycle_length=PEER_DRAFTS + 1)

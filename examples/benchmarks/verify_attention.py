@@ -109,7 +109,7 @@ class Problem:
         """FlexAttention, compiled, with a block mask over the slots and the ancestors of each node."""
         rows, sees, length = self.query.shape[2], self.mask[0, 0], self.mask.shape[-1]
 
-        def visible(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:  # noqa: ARG001
+        def visible(batch: Tensor, head: Tensor, row: Tensor, slot: Tensor) -> Tensor:  # noqa: ARG001 - FlexAttention's signature
             return sees[row, slot]
 
         block = create_block_mask(visible, None, None, rows, length, device="cuda")

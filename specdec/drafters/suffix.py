@@ -18,6 +18,7 @@ from specdec.drafters._ngram_index import NGramIndex
 from specdec.drafters.hit_rate import HitRate
 from specdec.drafters.suffix_store import SuffixStore
 
+_MIN_MATCH, _FACTOR, _MIN_PROB = 1, 4.0, 0.1  # of a drafter that is not told otherwise
 _ROUNDING = 1e-9  # sums and products of shares may miss their exact values by this much
 
 
@@ -56,9 +57,9 @@ class SuffixDrafter(LookupDrafter):
         self,
         *,
         max_match: int = 32,
-        min_match: int = 1,
-        factor: float = 4.0,
-        min_prob: float = 0.1,
+        min_match: int = _MIN_MATCH,
+        factor: float = _FACTOR,
+        min_prob: float = _MIN_PROB,
         occurrences: int = 16,
         max_requests: int = 1000,
         max_tokens: int = 131_072,
@@ -79,7 +80,7 @@ class SuffixDrafter(LookupDrafter):
     @property
     def has_device_form(self) -> bool:
         """Whether `ops.lookup_tree` takes every option that was given; nothing is remembered there."""
-        return (self._options["shortest"], self._factor, self._min_prob) == (1, 4.0, 0.1)
+        return (self._options["shortest"], self._factor, self._min_prob) == (_MIN_MATCH, _FACTOR, _MIN_PROB)
 
     def _open(self, tokens: list[int], vocab_size: int) -> "_Row":
         log = NGramIndex(**self._options)
