@@ -185,8 +185,8 @@ def _replayer(verdict: Verdict) -> Step:
 
     def step(
         tree: DraftTree,
-        node: Int[Tensor, " batch"],  # noqa: ARG001
-        law: TargetLaw,  # noqa: ARG001
+        node: Int[Tensor, " batch"],  # noqa: ARG001 - a step of any verifier has it
+        law: TargetLaw,  # noqa: ARG001 - as above
     ) -> tuple[Int[Tensor, " batch"], Int[Tensor, " batch"]]:
         depth = next(position)
         child = torch.where(depth < verdict.num_accepted, path[:, min(depth, path.shape[1] - 1)], -1)
@@ -243,7 +243,7 @@ class TimedDrafter:
     def start(self, context: object) -> None:
         """Starts the wrapped drafter; counted as drafting."""
         begin = time.perf_counter()
-        self._drafter.start(context)  # type: ignore[arg-type]
+        self._drafter.start(context)  # type: ignore[arg-type]  # whatever it is, the drafter checks it
         self._seconds += time.perf_counter() - begin
 
     def children(self, frontier: Frontier, count: int) -> Candidates:

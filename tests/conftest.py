@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
 
 # Modules imported while the hook is active carry the checks for good.
 with install_import_hook(["specdec"], "beartype.beartype"):
-    import specdec  # noqa: F401
+    import specdec  # noqa: F401 - imported for the hook
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -136,7 +136,7 @@ class Tape(BaseStreamer):
 def forwards(target: PreTrainedModel) -> Iterator[list[dict[str, Any]]]:
     """Keyword arguments of every forward pass of a model while the block runs."""
     seen: list[dict[str, Any]] = []
-    handle = target.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)  # noqa: ARG005
+    handle = target.register_forward_pre_hook(lambda *given: seen.append(given[-1]), with_kwargs=True)
     try:
         yield seen
     finally:

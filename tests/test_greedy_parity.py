@@ -103,7 +103,7 @@ def _siblings_visible(patch: pytest.MonkeyPatch) -> None:
 def _padding_visible(patch: pytest.MonkeyPatch) -> None:
     visible_slots = masks.visible_slots
 
-    def unpadded(lengths, depths, pending, visible, prompt, *rest):  # noqa: ARG001
+    def unpadded(lengths, depths, pending, visible, prompt, *rest):  # noqa: ARG001 - the mistake
         return visible_slots(lengths, depths, pending, visible, None, *rest)
 
     patch.setattr(masks, "visible_slots", unpadded)
@@ -112,7 +112,7 @@ def _padding_visible(patch: pytest.MonkeyPatch) -> None:
 def _no_windows(patch: pytest.MonkeyPatch) -> None:
     visible_slots = masks.visible_slots
 
-    def wide(lengths, depths, pending, visible, prompt, window, first, end):  # noqa: ARG001
+    def wide(lengths, depths, pending, visible, prompt, window, first, end):  # noqa: ARG001 - the mistake
         return visible_slots(lengths, depths, pending, visible, prompt, None, first, end)
 
     patch.setattr(masks, "visible_slots", wide)

@@ -114,7 +114,7 @@ def register_operator() -> None:
     ) -> Tensor:
         return _serving[-1].attend(layer, query, key, value, scale, softcap or None, sinks).contiguous()
 
-    def shaped(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001
+    def shaped(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001 - the operator's
         batch, heads, rows, _ = query.shape
         return query.new_empty(batch, rows, heads, value.shape[-1])
 

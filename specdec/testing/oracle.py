@@ -1,6 +1,7 @@
 """A drafter that knows the answer and errs on schedule, so that a test decides what every round accepts."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -50,7 +51,8 @@ class OracleDrafter:
         rows = reference.tolist()
         self._reference = rows
         nested = len(schedule) > 0 and isinstance(schedule[0], (list, tuple))
-        self._schedules: list[Schedule] = list(schedule) if nested else [schedule] * len(rows)  # type: ignore[arg-type, list-item]
+        given: Any = schedule  # one for all rows, or one for each
+        self._schedules: list[Schedule] = list(given) if nested else [given] * len(rows)
         self._vocab, self._rank, self._siblings = vocab_size, rank, siblings
         self.calls = 0
         self.rounds = 0

@@ -119,7 +119,7 @@ class Stubborn(ModelDrafter):
         width = sum(level.usable.shape[1] for level in self._levels)
         keep = runner.keep
         everything = torch.arange(width).expand(tokens.shape[0], -1)
-        runner.keep = lambda *_: keep(everything, torch.full_like(counts, width))  # type: ignore[method-assign]
+        runner.keep = lambda *_: keep(everything, torch.full_like(counts, width))  # type: ignore[method-assign]  # a wrong one
         super().commit(tokens, counts, features)
 
 

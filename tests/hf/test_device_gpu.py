@@ -148,7 +148,7 @@ def test_a_window_moves_on_in_a_graph(length: int, monkeypatch: pytest.MonkeyPat
     request = {"max_new_tokens": 100, "pad_token_id": 0, "do_sample": False}
     generator = generator_of(model)
     captured = [generator.generate(**given, **request) for _ in range(2)]
-    assert any(stack.base > 0 for stack in generator._programs._program.cache.stacks)  # type: ignore[union-attr]
+    assert any(stack.base > 0 for stack in generator._programs._program.cache.stacks)  # type: ignore[union-attr]  # there is one
     with uncaptured(monkeypatch):
         stepped = generator_of(model).generate(**given, **request)
     plain = type(model).generate(model, **given, **request)

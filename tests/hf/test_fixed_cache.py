@@ -251,7 +251,7 @@ def _window_by_the_next_round(patch: pytest.MonkeyPatch) -> None:
 
 def _padding_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     load = FixedCache.load
-    patch.setattr(FixedCache, "load", lambda self, source, starts: load(self, source, None))  # noqa: ARG005
+    patch.setattr(FixedCache, "load", lambda self, source, starts: load(self, source, None))  # noqa: ARG005 - the mistake
 
 
 def _codecs_are_not_taught_again(patch: pytest.MonkeyPatch) -> None:
@@ -334,7 +334,7 @@ def test_an_unhashable_codec_is_served() -> None:
     """What a codec is compared by is its own affair."""
 
     class Own(Digits):
-        __hash__ = None  # type: ignore[assignment]
+        __hash__ = None  # type: ignore[assignment]  # Python's way to say so
 
     pair = Pair(2, [9], [0], 4, 64, (Own(), Own()), 0)
     assert pair.round(torch.tensor([[0, 2], [0, 3]]), torch.tensor([2, 2]))

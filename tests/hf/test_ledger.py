@@ -154,11 +154,11 @@ def test_without_eos_a_row_at_the_limit_waits_for_the_others_without_growing():
         ([], [], True, False),
         ([], [], False, False),
         ([logits_process.TopKLogitsWarper(3)], [], True, False),
-        ([lambda ids, scores: scores], [], True, True),  # noqa: ARG005
+        ([lambda ids, scores: scores], [], True, True),  # noqa: ARG005 - transformers' signature
         ([], [CRITERIA[2]], True, False),
         ([], [CRITERIA[2]], False, True),  # rows run on until the last is done
         ([], [CRITERIA[1]], False, True),
-        ([], [lambda ids, scores: ids[:, -1] == 9], True, True),  # noqa: ARG005
+        ([], [lambda ids, scores: ids[:, -1] == 9], True, True),  # noqa: ARG005 - transformers' signature
     ],
 )
 def test_when_rows_must_advance_together(processors, criteria, eos, lockstep):
@@ -167,7 +167,7 @@ def test_when_rows_must_advance_together(processors, criteria, eos, lockstep):
 
 
 def test_rows_that_stopped_are_padded_in_lockstep():
-    book = make([lambda ids, scores: scores])  # noqa: ARG005
+    book = make([lambda ids, scores: scores])  # noqa: ARG005 - transformers' signature
     book.commit(torch.tensor([3, 11]), both(True, True))
     book.commit(torch.tensor([12, 13]), both(False, True))
     assert book.sequences().tolist() == [[5, 6, 7, 5, 3, 0], [0, 0, 8, 9, 11, 13]]

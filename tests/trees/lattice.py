@@ -151,7 +151,7 @@ class CountedOps(TorchDispatchMode):
         self.reads = 0
         self._paused = False
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]  # torch's signature
         if not self._paused:
             self.total += 1
             self.reads += func.overloadpacket.__name__ in self.READS

@@ -278,7 +278,7 @@ def test_temperature_shares_the_same_mass_anew(seed: int, temperature: float, em
     [
         lambda scores, temperature: scores / temperature,
         lambda scores, temperature: (scores / temperature).log_softmax(-1),
-        lambda scores, temperature: scores,  # noqa: ARG005
+        lambda scores, temperature: scores,  # noqa: ARG005 - the mistake
     ],
 )
 def test_another_temperature_is_caught(mutant: Callable[[torch.Tensor, float], torch.Tensor]) -> None:

@@ -111,7 +111,7 @@ def test_the_drawing_can_be_read_back(tree: DraftTree, seed: int) -> None:
     [
         lambda tree, path, row: render(tree, path - 1, row=row),
         lambda tree, path, row: render(tree, path, row=row).replace("│  ", ""),
-        lambda tree, path, row: render(tree, path, row=0),  # noqa: ARG005
+        lambda tree, path, row: render(tree, path, row=0),  # noqa: ARG005 - the mistake
     ],
     ids=["path shifted", "indent lost", "first row"],
 )
