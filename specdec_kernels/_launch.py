@@ -16,6 +16,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec_kernels import interpreted
 
+NARROWEST = 32
+"""Numbers of a slot that a tile has at least: tensor cores take products of bytes over no fewer."""
+
 
 def pdl(device: torch.device) -> bool:
     """Whether kernels on a device may be launched this way."""
@@ -33,18 +36,22 @@ def launch_late(device: torch.device) -> dict[str, Any]:
     return {"launch_pdl": True} if pdl(device) else {}
 
 
-def tiled(rows: Tensor | None) -> bool:
-    """Whether the copy engine can fetch tiles of `[batch, heads, slots, width]`: aligned, a power of two wide.
+def tiled(rows: Tensor | None, width: int | None) -> bool:
+    """Whether the copy engine can fetch tiles of `[batch, heads, slots, any]`: aligned, a power of two wide.
 
-    Nothing to fetch is no obstacle. Scales, of width 1, are fetched along the slots.
+    Nothing to fetch is no obstacle.
+
+    Args:
+        rows: keys, values or their scales.
+        width: numbers of a slot that a tile has; None for scales, which are fetched along the slots.
     """
     if rows is None:
         return True
-    line = rows.squeeze(3) if rows.shape[3] == 1 else rows
-    width, size = rows.shape[3], rows.element_size()
+    line = rows.squeeze(3) if width is None else rows
+    size = rows.element_size()
     return (
         (interpreted() or pdl(rows.device))
-        and width & (width - 1) == 0
+        and (width is None or (width & (width - 1) == 0 and width >= NARROWEST))
         and line.stride(-1) == 1
         and rows.numel() > 0
         and rows.data_ptr() % 16 == 0
@@ -52,13 +59,13 @@ def tiled(rows: Tensor | None) -> bool:
     )
 
 
-def tiles(rows: Tensor | None, tile: int) -> TensorDescriptor | None:
-    """Tiles of `tile` slots of one head."""
+def tiles(rows: Tensor | None, width: int | None, tile: int) -> TensorDescriptor | None:
+    """Tiles of `tile` slots of one head; see `tiled`."""
     if rows is None:
         return None
-    if rows.shape[3] == 1:
+    if width is None:
         return TensorDescriptor.from_tensor(rows.squeeze(3), [1, 1, tile])
-    return TensorDescriptor.from_tensor(rows, [1, 1, tile, rows.shape[3]])
+    return TensorDescriptor.from_tensor(rows, [1, 1, tile, width])
 
 
 __all__ = ["gdc_launch_dependents", "gdc_wait", "launch_late", "pdl", "tiled", "tiles"]

@@ -13,8 +13,19 @@ _COLUMNS = 64  # value dimensions that one program adds up
 def combine(
     parts: Tensor, tops: Tensor, totals: Tensor, sinks: Tensor | None, output: Tensor, lse: Tensor, *, ordered: bool
 ) -> None:
-    """Fills `output` and `lse` from the sums, maxima (base 2) and denominators `[batch, heads, rows, splits, ...]`."""
+    """Fills `output` and `lse` from sums, maxima (base 2) and denominators.
+
+    Args:
+        parts: sums `[batch, heads, rows, splits, value_dim]`.
+        tops: maxima `[batch, heads, rows, portions, splits]`: each portion of the value dimension has its own.
+        totals: denominators, like `tops`.
+        sinks: logits `[heads]` that take part in the denominators alone.
+        output: `[batch, heads, rows, value_dim]`.
+        lse: `[batch, heads, rows]`.
+        ordered: add up one after the other.
+    """
     batch, heads, rows, splits, value_dim = parts.shape
+    portions = tops.shape[3]
     padded = triton.next_power_of_2(splits)
     _combine[(batch * heads * rows, triton.cdiv(value_dim, _COLUMNS))](
         parts,
@@ -28,6 +39,7 @@ def combine(
         rows,
         splits,
         VALUE_DIM=value_dim,
+        PORTIONS=portions,
         COLUMNS=min(_COLUMNS, triton.next_power_of_2(value_dim)),
         SPLITS_PADDED=padded,
         ORDERED=ordered,
@@ -53,6 +65,7 @@ def _combine(
     rows,
     splits,
     VALUE_DIM: tl.constexpr,
+    PORTIONS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS_PADDED: tl.constexpr,
     ORDERED: tl.constexpr,
@@ -67,8 +80,18 @@ def _combine(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < VALUE_DIM
     split = tl.arange(0, SPLITS_PADDED)
-    top = tl.load(tops + place * splits + split, mask=split < splits, other=float("-inf"))
-    total = tl.load(totals + place * splits + split, mask=split < splits, other=0.0)
+    if not ORDERED:
+        # The longest wait: the other loads are issued while these are on their way.
+        kept = (split < splits)[:, None] & inside[None, :]
+        part = tl.load(parts + (place * splits + split)[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
+    line = (place * PORTIONS + tl.program_id(1) * COLUMNS // (VALUE_DIM // PORTIONS)) * splits
+    top = tl.load(tops + line + split, mask=split < splits, other=float("-inf"))
+    total = tl.load(totals + line + split, mask=split < splits, other=0.0)
+    if PORTIONS > 1:
+        # A value that is not finite in one portion makes the whole row NaN.
+        for portion in tl.static_range(PORTIONS):
+            other = tl.load(totals + (place * PORTIONS + portion) * splits + split, mask=split < splits, other=0.0)
+            total = tl.where(other == other, total, other)
     most = tl.max(top, 0)
     # A row with a broken value has a total of NaN, which must win over the test for emptiness.
     used = (most > float("-inf")) | (tl.max((total != total).to(tl.int32), 0) > 0)
@@ -80,8 +103,8 @@ def _combine(
         whole = 0.0
         acc = tl.zeros([COLUMNS], tl.float32)
         for index in range(splits):
-            part_top = tl.load(tops + place * splits + index)
-            part_total = tl.load(totals + place * splits + index)
+            part_top = tl.load(tops + line + index)
+            part_total = tl.load(totals + line + index)
             fade = tl.exp2(part_top - base)
             part = tl.load(parts + (place * splits + index) * VALUE_DIM + column, mask=inside, other=0.0).to(tl.float32)
             whole += part_total * fade
@@ -89,8 +112,6 @@ def _combine(
     else:
         fade = tl.exp2(top - base)
         whole = tl.sum(total * fade, 0)
-        kept = (split < splits)[:, None] & inside[None, :]
-        part = tl.load(parts + (place * splits + split)[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
         acc = tl.sum(part.to(tl.float32) * fade[:, None], 0)
     if sinks is not None:
         whole = tl.where(used, whole + tl.exp2(sink - base), 0.0)

@@ -20,6 +20,18 @@ def read_tile(base, place, stride, readable, WIDTH: tl.constexpr, PADDED: tl.con
 
 
 @triton.jit
+def ancestors(masks, word_stride, offset, drafted, exists, WORDS: tl.constexpr):
+    """Which of the slots, `offset` behind the committed ones, each row sees among the drafted ones."""
+    seen = tl.zeros([exists.shape[0], offset.shape[0]], tl.int1)
+    for half in tl.static_range(2 * WORDS):
+        # Half a word at a time: 64-bit numbers would take twice the registers.
+        bits = (tl.load(masks + (half // 2) * word_stride, mask=exists, other=0) >> (half % 2 * 32)).to(tl.int32)
+        here = drafted & (offset // 32 == half)
+        seen |= ((bits[:, None] >> (offset & 31)[None, :]) & here.to(tl.int32)[None, :]) != 0
+    return seen
+
+
+@triton.jit
 def tanh(x):
     """Hyperbolic tangent in base 2; beyond 15 it is 1 in float32."""
     x = tl.minimum(tl.maximum(x, -15.0), 15.0)

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl, tiled, tiles
 from specdec_kernels._split_sum import LOG2E, combine
-from specdec_kernels._tile import read_tile, tanh
+from specdec_kernels._tile import ancestors, read_tile, tanh
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries and cache that the kernel takes."""
 
-TREE_TILES = tl.constexpr(4)
-"""Tiles by which the run with the tree is shorter: compiled for sm_90, its tiles have three to five times as many
-instructions as others. Not compared with other numbers on a GPU."""
+TREE_TILES = tl.constexpr(2)
+"""Tiles by which the run with the tree is shorter, since it takes longer. On an H200, 1, 2 and 4 differ by 2 %."""
 
 QUERY_STEPS = tl.constexpr(127.0 * 128.0)
 """Steps from zero to the largest number of a query that is written as two bytes."""
@@ -51,17 +50,18 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     split = plan.splits > 1
     part_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
     parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=part_dtype)
-    tops, totals = query.new_empty((2, batch, heads, rows, plan.splits) if split else (2, 0), dtype=torch.float32)
+    sums = (2, batch, heads, rows, plan.portions, plan.splits) if split else (2, 0)
+    tops, totals = query.new_empty(sums, dtype=torch.float32)
     query_blocks = triton.cdiv(rows * groups, plan.block)
     page = keys.shape[2] if blocks is not None else 0
     integer = keys.dtype == torch.int8 and query.dtype != torch.float32
-    stored = keys, values, call.key_scales, call.value_scales
-    whole = blocks is None and all(map(tiled, stored))
-    _attend[(batch * kv_heads * query_blocks, plan.splits)](
+    kept = (keys, dim), (values, value_dim // plan.portions), (call.key_scales, None), (call.value_scales, None)
+    whole = blocks is None and all(tiled(*each) for each in kept)
+    _attend[(batch * kv_heads * query_blocks * plan.portions, plan.splits)](
         query,
         keys,
         values,
-        *(tiles(given, plan.tile) if whole else None for given in stored),
+        *(tiles(*each, plan.tile) if whole else None for each in kept),
         visible,
         call.lengths,
         depths,
@@ -96,9 +96,10 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         GROUPS=groups,
         KV_HEADS=kv_heads,
         DIM=dim,
-        VALUE_DIM=value_dim,
+        VALUE_DIM=value_dim // plan.portions,
+        PORTIONS=plan.portions,
         DIM_PADDED=max(32 if integer else 16, triton.next_power_of_2(dim)),
-        VALUE_PADDED=max(16, triton.next_power_of_2(value_dim)),
+        VALUE_PADDED=max(16, triton.next_power_of_2(value_dim // plan.portions)),
         WORDS=visible.shape[2],
         PAGE=page,
         BLOCK=plan.block,
@@ -185,6 +186,7 @@ def _attend(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    PORTIONS: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     WORDS: tl.constexpr,
@@ -202,8 +204,9 @@ def _attend(
     if LATE:
         gdc_wait()
         gdc_launch_dependents()
-    # Tiles of rows over the same slots run next to each other, so that the second one finds the cache in L2.
-    item, split = tl.program_id(0), tl.program_id(1)
+    # What reads the same slots runs next to each other, so that the second finds them in L2.
+    item, split = tl.program_id(0) // PORTIONS, tl.program_id(1)
+    portion = tl.program_id(0) % PORTIONS
     group = (item // query_blocks) % KV_HEADS
     batch = (item // query_blocks // KV_HEADS).to(tl.int64)
     packed = (item % query_blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -212,6 +215,14 @@ def _attend(
     exists = row < rows
     row = tl.where(exists, row, 0)
 
+    # The longest wait of the start: all other loads are issued while these are on their way.
+    column = tl.arange(0, DIM_PADDED)
+    queries = query + batch * query_batch + head.to(tl.int64) * query_head + row.to(tl.int64) * query_row
+    q = tl.load(
+        queries[:, None] + column.to(tl.int64)[None, :] * query_dim,
+        mask=exists[:, None] & (column < DIM)[None, :],
+        other=0.0,
+    )
     length = tl.load(lengths + batch * length_batch).to(tl.int32)
     start = 0
     if starts is not None:
@@ -245,13 +256,6 @@ def _attend(
     all_begin = tl.minimum(tl.maximum(tl.minimum(tl.cdiv(all_from, TILE), tree_tile), begin), end)
     all_end = tl.minimum(tl.maximum(tree_tile, all_begin), end)
 
-    column = tl.arange(0, DIM_PADDED)
-    queries = query + batch * query_batch + head.to(tl.int64) * query_head + row.to(tl.int64) * query_row
-    q = tl.load(
-        queries[:, None] + column.to(tl.int64)[None, :] * query_dim,
-        mask=exists[:, None] & (column < DIM)[None, :],
-        other=0.0,
-    )
     factor = scale if CAPPED else scale * LOG2E
     if INTEGER:
         # Queries as two bytes, the high one first: products with INT8 keys are then exact, and keys stay as they are.
@@ -266,7 +270,7 @@ def _attend(
         blocks += batch * block_batch
     kv_head = group.to(tl.int64)
     keys += kv_head * key_head
-    values += kv_head * value_head
+    values += kv_head * value_head + portion.to(tl.int64) * VALUE_DIM * value_dim
     if key_scales is not None:
         key_scales += kv_head * key_scale_head
     if value_scales is not None:
@@ -282,12 +286,24 @@ def _attend(
             for tile in range(low, high):
                 slot = tile * TILE + tl.arange(0, TILE)
                 readable = (slot >= start) & (slot < end_slot)
+                if part != 1:
+                    offset = slot - length
+                    drafted = (offset >= 0) & (slot < end_slot)
+                    seen = (slot < length)[None, :] & used[:, None]
+                    seen |= ancestors(masks, visible_word, offset, drafted, exists, WORDS)
+                    seen &= readable[None, :]
+                    if WINDOWED:
+                        slot_depth = tl.load(depths + offset.to(tl.int64) * depth_row, mask=drafted, other=0).to(
+                            tl.int32
+                        )
+                        position = tl.where(drafted, length + slot_depth, slot)
+                        seen &= (length + depth)[:, None] - position[None, :] < window
                 if blocks is None:
                     page, inner = batch, slot.to(tl.int64)
                 else:
                     page = tl.load(blocks + slot // PAGE, mask=readable, other=0).to(tl.int64)
                     inner = (slot % PAGE).to(tl.int64)
-                if part == 1 and key_tiles is not None:
+                if key_tiles is not None:
                     k = key_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, DIM)
                 else:
                     k = read_tile(
@@ -301,7 +317,7 @@ def _attend(
                 if key_scales is None:
                     scores *= factor
                 else:
-                    if part == 1 and key_scale_tiles is not None:
+                    if key_scale_tiles is not None:
                         key_scale = key_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
                     else:
                         places = key_scales + page * key_scale_batch + inner * key_scale_slot
@@ -309,38 +325,26 @@ def _attend(
                     scores *= (key_scale * factor)[None, :]
                 if CAPPED:
                     scores = tanh(scores / softcap) * (softcap * LOG2E)
-                if part == 1 and value_tiles is not None:
-                    v = value_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, VALUE_DIM)
+                if value_tiles is not None:
+                    v = value_tiles.load([batch.to(tl.int32), group, tile * TILE, portion * VALUE_DIM])
+                    v = v.reshape(TILE, VALUE_DIM)
                 else:
                     places = page * value_batch + inner * value_slot
                     v = read_tile(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1)
                 v = v.to(q.dtype)
                 value_scale = tl.full([TILE], 1.0, tl.float32)
                 if value_scales is not None:
-                    if part == 1 and value_scale_tiles is not None:
+                    if value_scale_tiles is not None:
                         value_scale = value_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
                     else:
                         places = value_scales + page * value_scale_batch + inner * value_scale_slot
                         value_scale = tl.load(places, mask=readable, other=0.0)
                 if part != 1:
-                    seen = (slot < length)[None, :] & used[:, None]
-                    offset = slot - length
-                    drafted = (offset >= 0) & (slot < end_slot)
-                    for word in tl.static_range(2 * WORDS):
-                        # Half a word at a time: 64-bit numbers would take twice the registers.
-                        half = tl.load(masks + (word // 2) * visible_word, mask=exists, other=0) >> (word % 2 * 32)
-                        here = drafted & (offset // 32 == word)
-                        seen |= (
-                            (half.to(tl.int32)[:, None] >> (offset & 31)[None, :]) & here.to(tl.int32)[None, :]
-                        ) != 0
-                    seen &= readable[None, :]
-                    if WINDOWED:
-                        slot_depth = tl.load(depths + offset.to(tl.int64) * depth_row, mask=drafted, other=0).to(
-                            tl.int32
-                        )
-                        position = tl.where(drafted, length + slot_depth, slot)
-                        seen &= (length + depth)[:, None] - position[None, :] < window
                     scores = tl.where(seen, scores, float("-inf"))
+                if part == 0 and STARTS:
+                    # What lies before the first slot may be anything; a mask over scores does not stop 0 x NaN.
+                    v = tl.where(readable[:, None], v, 0.0)
+                    value_scale = tl.where(readable, value_scale, 0.0)
                 if part == 2:
                     # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
                     broken = (tl.max(((v - v) != 0).to(tl.int32), 1) > 0) | ((value_scale - value_scale) != 0)
@@ -374,8 +378,9 @@ def _attend(
             acc *= share[:, None]
             total *= share
             top += tl.log2(size)
-        places = place * splits + split
-        tl.store(parts + places[:, None] * VALUE_DIM + column[None, :], acc.to(parts.dtype.element_ty), mask=inside)
+        lines = parts + ((place * splits + split) * PORTIONS + portion)[:, None] * VALUE_DIM + column[None, :]
+        tl.store(lines, acc.to(parts.dtype.element_ty), mask=inside)
+        places = (place * PORTIONS + portion) * splits + split
         tl.store(tops + places, top, mask=exists)
         tl.store(totals + places, total, mask=exists)
     else:
@@ -387,6 +392,7 @@ def _attend(
             total = tl.where(used, total * fade + tl.exp2(sink - base), 0.0)
             acc *= fade[:, None]
             top = new_top
+        # Not sliced here: what breaks one portion of a value would not reach the others.
         outputs = output + batch * output_batch + head.to(tl.int64) * output_head + row.to(tl.int64) * output_row
         whole = tl.where(used, total, 1.0)
         share = tl.where(used[:, None], acc * (1.0 / whole)[:, None], 0.0)

@@ -111,9 +111,10 @@ def source(
         "GROUPS": groups,
         "KV_HEADS": kv_heads,
         "DIM": dim,
-        "VALUE_DIM": dim,
+        "VALUE_DIM": dim // plan.portions,
+        "PORTIONS": plan.portions,
         "DIM_PADDED": triton.next_power_of_2(dim),
-        "VALUE_PADDED": triton.next_power_of_2(dim),
+        "VALUE_PADDED": triton.next_power_of_2(dim // plan.portions),
         "WORDS": 1,
         "PAGE": 0,
         "BLOCK": plan.block,
@@ -145,7 +146,8 @@ def source(
         if name in constants:
             signature[name] = "constexpr"
         elif name in ("key_tiles", "value_tiles"):
-            signature[name] = f"tensordesc<{dtype}[1, 1, {plan.tile}, {dim}]>"
+            width = dim // (plan.portions if name == "value_tiles" else 1)
+            signature[name] = f"tensordesc<{dtype}[1, 1, {plan.tile}, {width}]>"
         elif name in ("scale", "softcap"):
             signature[name] = "fp32"
         else:

@@ -1,8 +1,8 @@
 """How the work of verify attention is cut into work items: a calculation, made without a GPU."""
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 
@@ -12,7 +12,6 @@ FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
 
 _MOST_SPLITS = 128
-_FEWEST_TILES = 2  # of a run; not compared with other numbers on a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,7 @@ class AttentionPlan:
         tile: slots of a tile.
         splits: runs of slots per key/value head.
         split_tiles: tiles of a run at absolute positions (deterministic mode); 0 divides what there is evenly.
+        portions: parts of the value dimension, each a work item of its own.
         warps: warps of a work item.
         stages: tiles in flight.
     """
@@ -85,6 +85,7 @@ class AttentionPlan:
     split_tiles: int
     warps: int
     stages: int
+    portions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Occupancy:
         splits: runs of slots per key/value head.
         work_items: thread blocks of the launch.
         multiprocessors: streaming multiprocessors (compute units) of the device.
+        portions: parts that values are cut into.
 
     >>> from specdec import ops
     >>> gemma = ops.AttentionShape(batch=1, heads=16, kv_heads=2, rows=7, slots=32_768, dim=512)
@@ -110,6 +112,7 @@ class Occupancy:
     kv_heads: int
     work_items: int
     multiprocessors: int
+    portions: int = 1
 
     @property
     def per_multiprocessor(self) -> float:
@@ -125,8 +128,9 @@ class Occupancy:
         def counted(number: int, word: str) -> str:
             return f"{number} {word}{'' if number == 1 else 's'}"
 
+        portions = f"{self.portions} portions of values x " if self.portions > 1 else ""
         return (
-            f"{counted(self.splits, 'split')} x {counted(self.query_blocks, 'query block')} x "
+            f"{counted(self.splits, 'split')} x {counted(self.query_blocks, 'query block')} x {portions}"
             f"{counted(self.kv_heads, 'key/value head')} = {counted(self.work_items, 'work item')}, "
             f"{self.per_multiprocessor:.2f} per multiprocessor; {self.unsplit} without splits"
         )
@@ -158,55 +162,73 @@ def occupancy(
     plan = make_plan(shape, asked, deterministic=deterministic)
     blocks = -(-shape.rows * (shape.heads // shape.kv_heads) // plan.block)
     heads = shape.batch * shape.kv_heads
-    return Occupancy(blocks, plan.splits, heads, blocks * plan.splits * heads, asked.multiprocessors)
+    items = blocks * plan.portions * plan.splits * heads
+    return Occupancy(blocks, plan.splits, heads, items, asked.multiprocessors, plan.portions)
 
 
 def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> AttentionPlan:
     """The launch for a problem on a device."""
+    value_dim = shape.dim if shape.value_dim is None else shape.value_dim
+    widest, packed = max(shape.dim, value_dim), shape.rows * (shape.heads // shape.kv_heads)
+    cut = functools.partial(_cut, shape, device, deterministic=deterministic)
+    if 128 < widest <= 256 and not deterministic:
+        # Two work items for the same slots, beside each other: half as many partial sums are written and read.
+        plan = cut(most=64)
+        if plan.splits > 1:
+            return plan
+    if widest > 256 and packed > 64 and value_dim & (value_dim - 1) == 0 and not deterministic:
+        # Sums of 128 rows leave no registers. Two work items with half of each value read less than two with half the
+        # rows. Only where runs are added up: a broken value must reach the other half.
+        plan = cut(most=128, portions=2)
+        if plan.splits > 1 and plan.block == 128:
+            return plan
+    return cut(most=128 if widest <= 256 else 64)
+
+
+def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1, deterministic: bool) -> AttentionPlan:
+    """The launch with tiles of at most so many rows, and values in so many portions."""
     widest = max(shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
-    most = 64 if widest > 256 else 128
     packed = shape.rows * (shape.heads // shape.kv_heads)
     block = min(most, max(16, 1 << (packed - 1).bit_length()))
     tile, stages = (64, 4 if shape.bytes_per_element > 1 else 3) if widest <= 128 else (32, 4)
-    while stages > 1 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
+    while stages > 1 and _shared_bytes(shape, block, tile, stages, portions) > device.shared_memory:
         stages -= 1
-    while block > 16 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
+    while block > 16 and _shared_bytes(shape, block, tile, stages, portions) > device.shared_memory:
         block //= 2
-    while tile > 16 and _shared_bytes(shape, block, tile, stages) > device.shared_memory:
+    while tile > 16 and _shared_bytes(shape, block, tile, stages, portions) > device.shared_memory:
         tile //= 2
     tiles = -(-shape.slots // tile)
-    work = shape.batch * shape.kv_heads * -(-packed // block)
+    work = shape.batch * shape.kv_heads * portions * -(-packed // block)
     # Bytes of a tile arrive faster than one block of eight-bit numbers is multiplied; two share a multiprocessor.
     resident = 2 if widest <= 128 and shape.bytes_per_element == 1 else 1
     if deterministic:
         # Aligned runs may begin before the first visible slot and end after the last one.
         splits, split_tiles = -(-shape.slots // FIXED_SPLIT) + 1, FIXED_SPLIT // tile
     else:
-        splits, split_tiles = (
-            max(1, min(device.multiprocessors * resident // work, tiles // _FEWEST_TILES, _MOST_SPLITS)),
-            0,
-        )
+        splits, split_tiles = max(1, min(device.multiprocessors * resident // work, tiles, _MOST_SPLITS)), 0
     return AttentionPlan(
         block=block,
         tile=tile,
         splits=splits,
         split_tiles=split_tiles,
-        warps=8 if block * widest >= 64 * 256 else 4,
+        warps=8 if block * widest >= 128 * 128 and (block == 128 or widest > 256) else 4,
         stages=stages,
+        portions=portions,
     )
 
 
-def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int) -> int:
+def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int, portions: int) -> int:
     """Shared memory of a thread block: the queries, and keys and values of the tiles in flight."""
     dim, value_dim = (
         1 << (width - 1).bit_length()
         for width in (shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
     )
     size = max(2, shape.bytes_per_element)  # of a query
-    return size * block * dim + stages * tile * (dim + value_dim) * shape.bytes_per_element + (size - 2) * 16 * 1024
+    rows = stages * tile * (dim + value_dim // portions) * shape.bytes_per_element
+    return size * block * dim + rows + (size - 2) * 16 * 1024
 
 
-@lru_cache
+@functools.lru_cache
 def device_of(device: torch.device | str | None) -> Device:
     """What of a device decides a plan; that of an H100 where there is none to ask."""
     if device is None or torch.device(device).type != "cuda":

@@ -15,7 +15,7 @@ from tests.hf.texts import ROWS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
-SHAPES: list[TreeBuilder] = [trees.Chain(4), trees.BestFirst(8, branch=3, depth=3), trees.Sampled((2, 1))]
+SHAPES: list[TreeBuilder] = [trees.Chain(4), trees.BestFirst(8, branch=3, depth=3), trees.Sampled((6, 1))]
 
 
 def on(place: str, family: str) -> PreTrainedModel:

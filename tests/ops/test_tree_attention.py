@@ -134,6 +134,26 @@ def test_any_cut_of_the_work_gives_the_same(splits: int, block: int, monkeypatch
         close(found, lambda call: call, "triton", ROUNDING[torch.float32])
 
 
+@kernel
+@pytest.mark.parametrize("splits", [2, 7])
+def test_values_in_portions(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each portion has its own sums; a broken number of one portion still makes the whole row broken."""
+    plan = _attention_plan.AttentionPlan(16, 16, splits, split_tiles=0, warps=4, stages=2, portions=2)
+    monkeypatch.setattr(sys.modules["specdec.ops.tree_attention"], "make_plan", lambda *_, **__: plan)
+    for seed, padded in itertools.product(range(2), (False, True)):
+        found = problem(seed, [9, 5], [33, 70], "any", 3, 2, 32, 64, padded=padded)
+        close(found, lambda call: call, "triton", ROUNDING[torch.float32])
+    found = problem(3, [9], [20], "any", 2, 1, 32, 64)
+    for column in (3, 60):
+        values = found.call["values"].clone()
+        values[0, :, 24, column] = float("nan")
+        output, _ = ops.tree_attention(**{**found.call, "values": values}, impl="triton", return_lse=True)
+        below = topology.ancestor_matrix(found.tree.parents)[0, :, 4]
+        assert 0 < int(below.sum()) < 9
+        assert bool(output[:, :, below].isnan().all())
+        assert bool(output[:, :, ~below].isfinite().all())
+
+
 def both() -> list[Any]:
     return ["reference", pytest.param("triton", marks=kernel)]
 
@@ -203,7 +223,6 @@ def test_the_logarithm_is_only_told(impl: ops.Impl) -> None:
 def test_fixed_runs_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """The batch, the other nodes, the size of the cache: in deterministic mode none of them changes a bit."""
     monkeypatch.setattr(_attention_plan, "FIXED_SPLIT", 64)
-    monkeypatch.setattr(_attention_plan, "_FEWEST_TILES", 2)
     found = problem(5, [6, 4], [300, 170], "any", 2, 1, 16, 16, sinks=True, slack=90)
     call = found.call
     alone = {
