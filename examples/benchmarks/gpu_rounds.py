@@ -116,11 +116,16 @@ def against_generate(
     generator = SpeculativeGenerator(model, drafter=drafter, tree=trees.BestFirst(nodes=15), execution="device")
     if compiled:
         generator.compile()
-    same, tokens_per_round = [], []
+    same, gaps, tokens_per_round = [], [0.0], []
     for prompt in prompts:
         ours, plain = generator.generate(prompt, **greedy), type(model).generate(model, prompt, **greedy)
         differs = (ours != plain).any(0).nonzero()
         same.append(1.0 if len(differs) == 0 else (int(differs[0]) - prompt.shape[1]) / new_tokens)
+        if len(differs):
+            place = int(differs[0])
+            with torch.no_grad():
+                logits = model(plain[:, :place], logits_to_keep=1).logits[0, -1].float()
+            gaps.append(float(logits.max() - logits[ours[0, place]]))
         tokens_per_round.append(generator.stats.tokens_per_round)
     static = {**greedy, "cache_implementation": "static"}
     type(model).generate(model, prompts[0], **static)  # compiles
@@ -142,6 +147,7 @@ def against_generate(
         f"{name}.tokens_per_second": report.figure(1 / seconds["ours"], "tokens/s", "wall time, prompt included"),
         f"{name}.static_tokens_per_second": report.figure(1 / seconds["static"], "tokens/s", "the same"),
         f"{name}.tokens_per_round": report.figure(sum(tokens_per_round) / len(prompts), "tokens", "prefill included"),
+        f"{name}.widest_gap": report.figure(max(gaps), "logits", "the best one, where a text parts from plain"),
         f"{name}.equal_to_plain": report.figure(sum(same) / len(same), "share", "greedy tokens before the first other"),
     }
     figures |= rounds(name, generator, prompts[0], floor=None)
@@ -216,6 +222,7 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     while program.pending:
         program.read()
     count = 10
+    device = replays(program, count)
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
             program.launch()
@@ -232,6 +239,7 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     figures = {
         f"{name}.wall_over_kernel": report.figure(wall / kernels, "times", "time in which a kernel runs"),
         f"{name}.milliseconds": report.figure(1e3 * wall, "ms", "wall time of a round"),
+        f"{name}.device_milliseconds": report.figure(1e3 * device, "ms", "rounds one after the other, no host between"),
         f"{name}.launches": report.figure(launches, "kernels", "a round"),
     }
     for kind, seconds in kinds.items():
@@ -239,6 +247,17 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     if floor is not None:
         figures[f"{name}.wall_over_floor"] = report.figure(wall / floor, "times", "streaming the weights once")
     return figures
+
+
+def replays(program: Any, count: int) -> float:
+    """Seconds of a round on the device, launched several at a time."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        program._graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / count
 
 
 def busy(spans: list[Any]) -> float:

@@ -1,10 +1,11 @@
 """What codecs of the key/value cache do to a target: KL divergence, top-1 agreement and perplexity, by decoding.
 
     python examples/benchmarks/kv_codecs.py --prose prose.txt
+    python examples/benchmarks/kv_codecs.py --prose prose.txt --gguf gemma-3-270m.gguf --topic kv-codecs-gemma3-270m
 
-SmolLM2-135M-Instruct in float32 reads prose (a text file) and code (Python's standard library) as it would decode them:
-a prompt, then rounds that verify the true next tokens beside wrong ones, keep the true ones and drop the rest. Each
-codec's next-token laws are compared with those of a plain cache at the same tokens.
+SmolLM2-135M-Instruct, or another model in a GGUF file, in float32 reads prose (a text file) and code (the standard
+library of Python) as it would decode them: a prompt, then rounds that verify the true next tokens beside wrong ones,
+keep the true ones and drop the rest. Each codec's next-token laws are compared with those of a plain cache.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from typing import Any
 import report
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from specdec import DraftTree, kv
 from specdec.hf import ModelTarget
@@ -44,10 +46,12 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=4, help="windows of each kind of text")
     parser.add_argument("--codec", choices=CODECS, action="append")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--gguf", type=Path, help="a model to measure instead of SmolLM2")
+    parser.add_argument("--topic", default="kv-codecs", help="name of the report")
     parser.add_argument("--revision", help="git revision, where there is no repository")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    model, tokenizer = load_smollm2()
+    model, tokenizer = load_gguf(arguments.gguf) if arguments.gguf else load_smollm2()
     windows = [
         window for text in texts(arguments.prose) for window in cut(tokenizer(text).input_ids, arguments.windows)
     ]
@@ -58,10 +62,17 @@ def main() -> None:
             measured = compare(plain, decode(model, window, CODECS[name]), window)
             sums[name] = sums.get(name, 0) + measured / len(windows)
         print(json.dumps({name: [round(float(x), 6) for x in row] for name, row in sums.items()}), flush=True)
-    write(sums, model.config.head_dim, len(windows), arguments.revision)
+    write(arguments.topic, sums, model.config.head_dim, len(windows), arguments.revision)
 
 
-def write(sums: dict[str, Tensor], dim: int, windows: int, revision: str | None = None) -> None:
+def load_gguf(path: Path) -> tuple[Any, Any]:
+    """A model and its tokenizer from a GGUF file, dense."""
+    dense = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **dense)
+    return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+
+
+def write(topic: str, sums: dict[str, Tensor], dim: int, windows: int, revision: str | None = None) -> None:
     """Writes the report from the means of what `compare` gives."""
     made = {}
     for name, (kl, top1, nll, early, late) in ((name, row.tolist()) for name, row in sums.items()):
@@ -72,7 +83,7 @@ def write(sums: dict[str, Tensor], dim: int, windows: int, revision: str | None 
         bits = CODECS[name].bits_per_element(dim)
         made[f"bits.{name}"] = report.figure(bits, "bits", "16 of a plain cache in BF16")
     versions = {**report.installed(), "text": f"{windows} windows of {PROMPT} + {DECODED} tokens, prose and code"}
-    report.write("kv-codecs", made, device=report.cpu_name(), versions=versions, revision=revision)
+    report.write(topic, made, device=report.cpu_name(), versions=versions, revision=revision)
 
 
 def texts(prose: Path) -> Iterator[str]:

@@ -24,8 +24,9 @@ def write(
     device: str,
     versions: dict[str, str] | None = None,
     revision: str | None = None,
+    quiet: bool = False,
 ) -> Path:
-    """Writes the file that the documentation's tables are generated from, and prints the table."""
+    """Writes the file that the documentation's tables are generated from, and prints the table unless `quiet`."""
     result = {
         "topic": topic,
         "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
@@ -37,7 +38,7 @@ def write(
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"{topic}.json"
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    for name, entry in figures.items():
+    for name, entry in figures.items() if not quiet else ():
         print(f"{name:50} {entry['value']:10.4g} {entry['unit']:16} {entry['against']}")
     return path
 

@@ -45,6 +45,7 @@ def main() -> None:
         if context == CONTEXTS[0]:
             flex = seconds(problem.flex()) / ours
             figures[f"vs_flex.{label}"] = report.figure(flex, "times", "compiled FlexAttention with the tree as a mask")
+        save(figures)
         print(label, f"{figures[f'share.{label}']['value']:.2f}", f"{1e6 * ours:.1f} us", flush=True)
     for batch in (1, 4):
         problem = Problem(2, 8, 512, 7, 32_768, batch=batch)
@@ -53,7 +54,12 @@ def main() -> None:
     problem = Problem(8, 4, 128, arguments.rows, 32_768)
     ratio = seconds(problem.ours) / seconds(problem.int8)
     figures["int8_over_bf16_speed.l32768.rows16.h8g4d128"] = report.figure(ratio, "times", "BF16 keys and values")
-    report.write("verify-attention", figures, device=torch.cuda.get_device_name())
+    save(figures, quiet=False)
+
+
+def save(figures: dict[str, Any], *, quiet: bool = True) -> None:
+    """Writes what there is so far: a run that is cut off still counts."""
+    report.write("verify-attention", figures, device=torch.cuda.get_device_name(), quiet=quiet)
 
 
 class Problem:

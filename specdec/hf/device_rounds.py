@@ -18,11 +18,10 @@ from specdec import ops
 from specdec.control import Always
 from specdec.errors import UnsupportedError
 from specdec.hf import support
-from specdec.hf.cache import grown
 from specdec.hf.device_draft import DeviceChain, Draft, device_form
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.ledger import PREFIX_FREE, TokenLedger
-from specdec.hf.round_program import AHEAD, Choose, RoundProgram, RoundRecord
+from specdec.hf.round_program import AHEAD, Choose, RoundProgram, RoundRecord, capacity
 from specdec.hf.target import ModelTarget
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
 from specdec.types import DraftTree, Round, StageTimes
@@ -55,7 +54,7 @@ class Programs:
         device, batch = target.model_device, ledger.active.shape[0]
         text = ledger.sequences().to(device)
         longest = max(int(target.lengths.max()), text.shape[1]) + int(ledger.remaining.max())
-        capacity = grown(0, longest + AHEAD * (draft.nodes + 1))
+        slots = capacity(longest, draft.nodes + 1)
         stops = sorted(
             token
             for item in ledger.criteria
@@ -63,7 +62,7 @@ class Programs:
             for token in item.eos_token_id.flatten().tolist()
         )
         state = ops.TextState(
-            tokens=torch.nn.functional.pad(text, (0, capacity - text.shape[1])),
+            tokens=torch.nn.functional.pad(text, (0, slots - text.shape[1])),
             lengths=torch.full((batch,), text.shape[1], dtype=torch.int64, device=device),
             cached=target.lengths.to(device, copy=True),
             positions=target.next_position.to(device, copy=True),
@@ -78,7 +77,7 @@ class Programs:
         starts = None if target.starts is None else target.starts.to(device, copy=True)
         codecs = tuple(rows.codec for layer in target.cache.row_layers for rows in layer.stored.values())
         key = (
-            (batch, capacity, draft, starts is None, tuple(stops), ledger.do_sample),
+            (batch, slots, draft, starts is None, tuple(stops), ledger.do_sample),
             (processors, id(generator), capture, compiled, weights, codecs),
         )
         impl: ops.Impl = target.impl or "auto"
@@ -89,11 +88,11 @@ class Programs:
             draft = kept.draft
         if isinstance(draft, DeviceChain):
             context = ledger.draft_context(target)
-            draft.prepare(context.tokens.to(device), context.mask.to(device), capacity, target.vocab_size, impl)
+            draft.prepare(context.tokens.to(device), context.mask.to(device), slots, target.vocab_size, impl)
         if kept is not None:
             kept.load(target.cache, state, starts)
             return kept
-        cache = FixedCache(target.cache, width=draft.nodes + 1, capacity=capacity, starts=starts)
+        cache = FixedCache(target.cache, width=draft.nodes + 1, capacity=slots, starts=starts)
         self._program = RoundProgram(
             target.model,
             cache,

@@ -141,9 +141,8 @@ class FixedCache(compat.Cache):
     def _stack(self, layers: list[RowLayer], capacity: int) -> Stack:
         """Empty buffers for layers that store rows alike."""
         window, slots = layers[0].sliding_window, capacity
-        # Rows of a batch drift apart and share the slots of a buffer, so only a single row is held to its window.
-        if window is not None and self._bounded and layers[0].keys.shape[0] == 1:
-            slots = min(capacity, window + 2 * self.width + GROWTH)
+        if self._bounded:
+            slots = fixed_slots(window, capacity, batch=layers[0].keys.shape[0], width=self.width)
         halves = []
         for side in ("keys", "values"):
             stored = [layer.stored[side] for layer in layers]
@@ -235,6 +234,14 @@ class FixedCache(compat.Cache):
                 stack.base = first
                 stack.base_on_device += shift
         return all(longest + self.width - stack.base <= stack.slots for stack in self.stacks)
+
+
+def fixed_slots(window: int | None, capacity: int, *, batch: int, width: int) -> int:
+    """Slots of a layer's buffer: all of them, or those of its window and some room.
+
+    Rows of a batch drift apart and share the slots of a buffer, so only a single row is held to its window.
+    """
+    return capacity if window is None or batch > 1 else min(capacity, window + 2 * width + GROWTH)
 
 
 def _kind(layer: RowLayer) -> Any:

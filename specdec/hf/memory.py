@@ -1,11 +1,13 @@
 """What the key/value cache of a request will take, before anything is run."""
 
 from collections import defaultdict
-from typing import Any
+from typing import Any, Literal
 
 from specdec.errors import UnsupportedError
 from specdec.hf import cache as caches
 from specdec.hf import compat
+from specdec.hf.fixed_cache import fixed_slots
+from specdec.hf.round_program import capacity
 from specdec.kv import KVCacheConfig
 
 
@@ -17,11 +19,13 @@ def estimate_memory(
     nodes: int = 15,
     batch: int = 1,
     cache: KVCacheConfig | None = None,
+    execution: Literal["host", "device"] = "host",
 ) -> int:
     """Bytes that the target's cache takes at its largest, growth of its buffers included.
 
     While a buffer grows, the old one of that layer is still there; that comes on top for a moment. Rows of a batch that
-    advance unevenly may take one step of the buffers' ladder more (up to a quarter), and more on sliding layers.
+    advance unevenly may take one step of the buffers' ladder more (up to a quarter), and more on sliding layers. Device
+    rounds have buffers of one size; while the prompt's cache is copied, one of its layers is there as well.
 
     Args:
         model: the model, for its configuration and dtype.
@@ -30,6 +34,7 @@ def estimate_memory(
         nodes: tree budget; a verify pass writes one row more.
         batch: batch rows.
         cache: codecs of keys and values; None stores them as they are.
+        execution: where rounds run.
 
     Raises:
         UnsupportedError: for arguments of another kind.
@@ -51,6 +56,8 @@ def estimate_memory(
         raise UnsupportedError(f"estimate_memory: cache= takes a kv.KVCacheConfig, got {type(cache).__name__}.")
     if not hasattr(model, "config"):
         raise UnsupportedError(f"estimate_memory: model= takes a transformers model, got {type(model).__name__}.")
+    if execution not in ("host", "device"):
+        raise UnsupportedError(f"estimate_memory: execution= is 'host' or 'device', got {execution!r}.")
     decoder = model.config.get_text_config(decoder=True)
     types, arguments = compat.get_layer_types_and_kwargs(decoder)
     kv = cache if cache is not None else KVCacheConfig()
@@ -61,6 +68,11 @@ def estimate_memory(
             config = kv.for_layer(kind)
             bits = sum(codec.bits_per_element(dim, model.dtype) for codec in (config.keys, config.values))
             slot[kwargs.get("sliding_window")] += batch * heads * dim * bits / 8
+    if execution == "device":
+        slots = capacity(prompt + new_tokens, nodes + 1)
+        return round(
+            sum(size * fixed_slots(window, slots, batch=batch, width=nodes + 1) for window, size in slot.items())
+        )
     sizes = {window: _slots(window, prompt, new_tokens, nodes + 1) for window in slot}
     # Sliding layers are largest right after the prompt, others at the end.
     moments = zip(*([slot[window] * slots for slots in sizes[window]] for window in slot), strict=True)

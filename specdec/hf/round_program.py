@@ -17,7 +17,7 @@ from torch import Tensor
 from specdec import ops
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import support
-from specdec.hf.cache import RowCache
+from specdec.hf.cache import RowCache, grown
 from specdec.hf.device_draft import Draft
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.merged import merged_twin
@@ -27,6 +27,11 @@ Choose = Callable[[Float[Tensor, "batch nodes vocab"]], Int[Tensor, "batch nodes
 
 AHEAD = 2
 """Rounds that may be launched before the host has read the first of them."""
+
+
+def capacity(length: int, width: int) -> int:
+    """Slots, and places for tokens, of a request that ends at a length at most, with rounds of so many rows."""
+    return grown(0, length + AHEAD * width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,8 +119,8 @@ def tree_attention(
 
 def split_kv_attention(
     query: Float[Tensor, "batch heads rows dim"],
-    keys: Float[Tensor, "..."],
-    values: Float[Tensor, "..."],
+    keys: Shaped[Tensor, "..."],
+    values: Shaped[Tensor, "..."],
     lengths: Int[Tensor, " batch"],
     **options: object,
 ) -> Tensor | tuple[Tensor, Tensor]:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from specdec import SpeculativeGenerator, kv, trees
 from specdec.errors import UnsupportedError
-from specdec.hf import cache, estimate_memory
+from specdec.hf import cache, estimate_memory, fixed_cache
 from specdec.hf.cache import RowCache
 from specdec.testing import FAMILIES, OracleDrafter
 from specdec.types import DraftTree, TargetLaw
 from specdec.verify import StepRule
 from tests import helpers
+from tests.hf.device_runs import SERVED
 
 
 @pytest.mark.parametrize(
@@ -24,6 +25,7 @@ from tests import helpers
         ({"batch": -1}, "batch is a number"),
         ({"cache": kv.Int8()}, "takes a kv.KVCacheConfig, got Int8"),
         ({"model": "llama"}, "takes a transformers model, got str"),
+        ({"execution": "auto"}, "'host' or 'device', got 'auto'"),
     ],
 )
 def test_what_cannot_be_estimated_is_refused(change: dict[str, Any], message: str) -> None:
@@ -68,3 +70,19 @@ def test_e20_an_estimate_is_within_a_tenth(
     assert estimate_memory(target, new_tokens=40, **request) == pytest.approx(max(sizes), rel=0.1)
     longer = estimate_memory(target, new_tokens=400, **request) / max(sizes)
     assert longer > 2 if None in windows else longer < 1.3
+
+
+@pytest.mark.parametrize("family", SERVED)
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("codecs", [None, kv.INT8, kv.KVCacheConfig(keys=kv.Int4(group=4), values=kv.Int4(group=4))])
+def test_e20_buffers_of_device_rounds_are_what_was_estimated(
+    family: str, batch: int, codecs: kv.KVCacheConfig | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "GROWTH", 4)
+    monkeypatch.setattr(fixed_cache, "GROWTH", 4)
+    target = helpers.model(family)
+    generator = SpeculativeGenerator(target, tree=trees.Chain(3), cache=codecs, execution="device")
+    generator.generate(torch.randint(2, 9, (batch, 17)), max_new_tokens=40, do_sample=False, pad_token_id=0)
+    buffers = [part for stack in generator._programs._program.cache.stacks for part in stack.parts]
+    estimate = estimate_memory(target, prompt=17, new_tokens=40, nodes=3, batch=batch, cache=codecs, execution="device")
+    assert estimate == sum(part.nbytes for part in buffers)

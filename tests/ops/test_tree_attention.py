@@ -253,6 +253,13 @@ def test_a_chain_is_a_tree() -> None:
     assert torch.equal(ops.split_kv_attention(query, cache, cache, lengths, window=9), expected)
 
 
+def test_a_chain_over_stored_numbers() -> None:
+    query, cache, lengths = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 90, 8), torch.tensor([20, 3])
+    codes, scales, decoded = stored(kv.Int8(), cache)
+    found = ops.split_kv_attention(query, codes, codes, lengths, key_scales=scales, value_scales=scales)
+    torch.testing.assert_close(found, ops.split_kv_attention(query, decoded, decoded, lengths))
+
+
 GOOD = problem(0, [4, 4], [9, 5], "any", 2, 2, 16, 16).call
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "queries of three axes": ({"query": GOOD["query"][0]}, "query must be"),
