@@ -1,5 +1,7 @@
 """Drafters: each answers which tokens may follow the nodes of a frontier."""
 
+from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
+from specdec.drafters.checkpoints import Inspection, from_pretrained, inspect
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import ModelDrafter
 from specdec.drafters.hit_rate import HitRate
@@ -9,11 +11,17 @@ from specdec.drafters.suffix_store import SuffixStore
 from specdec.drafters.vocabulary import VocabularyMap
 
 __all__ = [
+    "BlockDrafter",
+    "BlockModel",
+    "BlockSpec",
     "CombinedDrafter",
     "HitRate",
+    "Inspection",
     "ModelDrafter",
     "PromptLookupDrafter",
     "SuffixDrafter",
     "SuffixStore",
     "VocabularyMap",
+    "from_pretrained",
+    "inspect",
 ]

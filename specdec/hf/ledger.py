@@ -21,7 +21,7 @@ from transformers.generation import logits_process, stopping_criteria
 
 from specdec.errors import UnsupportedError
 from specdec.hf.records import Records
-from specdec.hf.target import open_model
+from specdec.hf.target import ModelTarget, open_model
 from specdec.protocols import DraftContext, Target
 from specdec.trees import topology
 from specdec.types import DraftTree, TargetLaw, TargetOutput
@@ -296,7 +296,7 @@ class TokenLedger:
             mask=mask,
             vocab_size=target.vocab_size,
             temperature=self._temperature if self.do_sample else 0.0,
-            features=None,
+            features=target.take_features(ids.shape[1]) if isinstance(target, ModelTarget) else None,
             open_model=open_model,
             generator=self._generator,
         )

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -19,6 +19,7 @@ from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
 from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose, obstacle
 from specdec.hf.cache import RowCache, check_loadable
+from specdec.hf.features import FeatureRecord
 from specdec.kv import KVCacheConfig
 from specdec.trees import topology
 from specdec.types import DraftTree, TargetOutput
@@ -72,6 +73,8 @@ class ModelTarget:
         self._kwargs = dict(model_kwargs or {})
         self._generation_config = generation_config if generation_config is not None else GenerationConfig()
         self._features = tuple(feature_layers)
+        self._record = FeatureRecord() if self._features else None
+        self._check_features(given)
         self._batch = input_ids.shape[0]
         self._device, self.model_device = input_ids.device, _device_of(self.model, input_ids.device)
         self._limit = support.position_limit(self.model.config)
@@ -137,17 +140,33 @@ class ModelTarget:
         kwargs.update(self._output_kwargs())
         output = compat.prefill(support.plain(self.model), self._input_ids, self._generation_config, kwargs)
         self.cache.end_prefill(self._batch, self._device)
-        return self._pack(output, output.logits[:, -1:])
+        packed = self._pack(output, output.logits[:, -1:])
+        if self._record is not None and packed.features is not None:
+            self._record.prompt(packed.features)
+        return packed
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """One forward over all nodes of a tree; an earlier one that was not committed is dropped."""
         self._drop_pending()
         visible = topology.ancestor_matrix(tree.parents)
-        return self.append(tree.tokens, visible.sum(-1) - 1, visible)
+        output = self.append(tree.tokens, visible.sum(-1) - 1, visible)
+        if self._record is not None and output.features is not None:
+            self._record.verified(output.features)
+        return output
 
     def commit(self, nodes: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
         """Keeps a root path and drops the rest of the tree."""
+        if self._record is not None:
+            self._record.committed(nodes, counts)
         self.keep(nodes, counts)
+
+    def take_features(self, columns: int) -> Float[Tensor, "batch columns features"] | None:
+        """Features of the committed tokens by their column, for a drafter that starts; None if none were asked for.
+
+        They are told once; what is committed later is told round by round.
+        """
+        record, self._record = self._record, None
+        return None if record is None else record.take(columns)
 
     @torch.no_grad()
     def append(
@@ -266,6 +285,24 @@ class ModelTarget:
                 "such models are not supported."
             )
         return dict(found)
+
+    def _check_features(self, given: Any) -> None:
+        """Refuses requests in which the features of a part of the text could not be had."""
+        if not self._features:
+            return
+        states = int(self._decoder.num_hidden_layers)
+        past = 0 if given is None else int(given.get_seq_length())
+        obstacle = ""
+        if min(self._features) < 0 or max(self._features) > states:
+            obstacle = f"the model has hidden states 0 to {states}"
+        elif past > 0:
+            obstacle = f"those of the {past} tokens in the given cache are not known; pass the whole text instead"
+        elif self._kwargs.get("inputs_embeds") is not None:
+            obstacle = "inputs_embeds= has no token ids to go with them"
+        elif self._generation_config.prefill_chunk_size is not None:
+            obstacle = "prefill_chunk_size= keeps those of the last chunk only"
+        if obstacle:
+            raise UnsupportedError(f"the drafter reads hidden states {self._features}: {obstacle}.")
 
     def _check_rope(self) -> None:
         """Refuses texts that would outgrow the frequencies of some rotary embeddings; see `support.check_rope`."""

@@ -1,0 +1,252 @@
+"""The layers that all block drafters share: slots of a block attend to the target's features and to each other.
+
+The features of the committed text become keys and values once, in every layer by its own projections, and are cached;
+they never run through the layers themselves. The keys and values of a block live as long as its forward. Names of
+modules are those of published checkpoints.
+"""
+
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from specdec.drafters.block.context import BlockContext, KeysValues
+from specdec.drafters.block.spec import BlockSpec
+from specdec.drafters.rope import rotate
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm, in float32 or wider."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        """A norm of rows of `size` numbers."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, rows: Float[Tensor, "*lead size"]) -> Float[Tensor, "*lead size"]:
+        """The rows at a mean square of 1, times the weight."""
+        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * exact.to(rows.dtype)
+
+
+class BlockAttention(nn.Module):
+    """Attention of a block's slots to the committed text and to the block."""
+
+    def __init__(self, spec: BlockSpec, layer: int) -> None:
+        """The attention of one layer."""
+        super().__init__()
+        self.spec, self.window, self.causal = spec, spec.windows[layer], spec.causal[layer]
+        inner, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(spec.hidden_size, inner, bias=spec.attention_bias)
+        self.k_proj = nn.Linear(spec.hidden_size, narrow, bias=spec.attention_bias)
+        self.v_proj = nn.Linear(spec.hidden_size, narrow, bias=spec.attention_bias)
+        self.o_proj = nn.Linear(inner, spec.hidden_size, bias=spec.attention_bias)
+        self.q_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.k_norm = RMSNorm(spec.head_dim, spec.rms_norm_eps)
+        self.attention_sink_bias = nn.Parameter(torch.zeros(spec.num_heads)) if spec.sinks else None
+
+    def keys_values(self, rows: Float[Tensor, "batch rows hidden"], tables: tuple[Tensor, Tensor]) -> KeysValues:
+        """Keys, turned to their positions, and values."""
+        keys, values = (
+            projection(rows).unflatten(-1, (self.spec.num_kv_heads, -1)).transpose(1, 2)
+            for projection in (self.k_proj, self.v_proj)
+        )
+        return rotate(self.k_norm(keys), tables), values * self.spec.value_scale
+
+    def forward(
+        self,
+        rows: Float[Tensor, "batch rows hidden"],
+        tables: tuple[Tensor, Tensor],
+        context: KeysValues,
+        seen: Bool[Tensor, "batch rows all"],
+    ) -> Float[Tensor, "batch rows hidden"]:
+        """What the slots read.
+
+        Args:
+            rows: the slots.
+            tables: cosines and sines of their positions.
+            context: keys and values of the committed text.
+            seen: which of the committed positions, and then of the slots, each slot sees.
+        """
+        query = self.q_norm(self.q_proj(rows).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2))
+        keys, values = (
+            torch.cat([cached.to(new.dtype), new], 2)
+            for cached, new in zip(context, self.keys_values(rows, tables), strict=True)
+        )
+        query, mask = rotate(query, tables), seen[:, None]
+        if self.attention_sink_bias is None:
+            read = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
+        else:
+            read = self._with_sinks(query, keys, values, mask)
+        output: Tensor = self.o_proj(read.transpose(1, 2).flatten(2))
+        return output
+
+    def _with_sinks(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        """The same with the heads' sinks in the denominator."""
+        groups = self.spec.num_heads // self.spec.num_kv_heads
+        keys, values = (heads.repeat_interleave(groups, 1) for heads in (keys, values))
+        scores = (query @ keys.transpose(-1, -2)) * self.spec.head_dim**-0.5
+        sinks = self.attention_sink_bias.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)  # type: ignore[union-attr]  # there are sinks
+        scores = torch.cat([scores.masked_fill(~mask, -torch.inf), sinks], -1)
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        return weights[..., :-1].to(values.dtype) @ values
+
+    def visible(self, lengths: Int[Tensor, " batch"], slots: int, rows: int) -> Bool[Tensor, "batch rows all"]:
+        """Which of `slots` committed positions, and of the block's own rows, each row sees.
+
+        The block starts at position `lengths[b]`; position i of the text lies in slot i of the context.
+        """
+        place = torch.arange(slots + rows, device=lengths.device)
+        own = torch.arange(rows, device=lengths.device)[:, None]
+        anchor = lengths[:, None, None]
+        position = torch.where(place < slots, place, anchor + place - slots)  # [batch, 1, all]
+        seen = (place >= slots) | (place < anchor)
+        inside = place >= slots
+        if self.causal:
+            seen = seen & (~inside | (place - slots <= own))
+        if self.window is not None and self.spec.window_from == "query":
+            seen = seen & ((anchor + own - position).abs() < self.window)
+        elif self.window is not None:
+            seen = seen & (inside | (position >= anchor - self.window))
+        return seen.expand(-1, rows, -1)
+
+
+class DynamicConv(nn.Module):
+    """Grouped dynamic causal convolution along the slots of a block, around a sublayer (DFlash 2).
+
+    A tap is a learned number per channel plus one per group of channels that depends on the slot. The taps of both
+    sides come from the sublayer's normed input.
+    """
+
+    def __init__(self, size: int, taps: int, group: int) -> None:
+        """Identity until weights are loaded."""
+        super().__init__()
+        self.taps, self.group = taps, group
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, size))
+        nn.init.ones_(self.base_kernel[:, 0])
+        self.kernel_projection = nn.Linear(size, 2 * taps * (size // group), bias=False)
+
+    def kernels(self, rows: Float[Tensor, "batch rows size"]) -> list[Float[Tensor, "batch rows taps size"]]:
+        """The taps before the sublayer and after it."""
+        dynamic = self.kernel_projection(rows).unflatten(-1, (2, self.taps, -1)).repeat_interleave(self.group, -1)
+        return [self.base_kernel[side] + dynamic[:, :, side] for side in range(2)]
+
+    @staticmethod
+    def convolve(
+        rows: Float[Tensor, "batch rows size"], kernel: Float[Tensor, "batch rows taps size"]
+    ) -> Float[Tensor, "batch rows size"]:
+        """Each slot's sum over itself and the slots before it; nothing lies before the anchor."""
+        output = rows * kernel[:, :, 0]
+        for tap in range(1, min(kernel.shape[2], rows.shape[1])):
+            output = output + nn.functional.pad(rows[:, :-tap], (0, 0, tap, 0)) * kernel[:, :, tap]
+        return output
+
+
+class MLP(nn.Module):
+    """Gated MLP with SiLU."""
+
+    def __init__(self, spec: BlockSpec) -> None:
+        """Without biases."""
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, rows: Float[Tensor, "batch rows hidden"]) -> Float[Tensor, "batch rows hidden"]:
+        """`down(silu(gate) * up)`."""
+        output: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return output
+
+
+class BlockLayer(nn.Module):
+    """Attention and MLP, each with a norm before it, a residual, and with DFlash 2 a convolution around it."""
+
+    def __init__(self, spec: BlockSpec, layer: int) -> None:
+        """One layer."""
+        super().__init__()
+        self.self_attn = BlockAttention(spec, layer)
+        self.mlp = MLP(spec)
+        self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        taps, group = spec.conv_kernel_size, spec.conv_group_size
+        self.attention_conv = DynamicConv(spec.hidden_size, taps, group) if taps else None
+        self.mlp_conv = DynamicConv(spec.hidden_size, taps, group) if taps else None
+
+    def forward(
+        self,
+        rows: Float[Tensor, "batch rows hidden"],
+        tables: tuple[Tensor, Tensor],
+        context: KeysValues,
+        seen: Bool[Tensor, "batch rows all"],
+    ) -> Float[Tensor, "batch rows hidden"]:
+        """See `BlockAttention.forward`."""
+        normed = self.input_layernorm(rows)
+        if self.attention_conv is None:
+            rows = rows + self.self_attn(normed, tables, context, seen)
+        else:
+            before, after = self.attention_conv.kernels(normed)
+            read = self.self_attn(self.attention_conv.convolve(normed, before), tables, context, seen)
+            rows = rows + self.attention_conv.convolve(read, after)
+        normed = self.post_attention_layernorm(rows)
+        if self.mlp_conv is None:
+            rows = rows + self.mlp(normed)
+        else:
+            before, after = self.mlp_conv.kernels(normed)
+            rows = rows + self.mlp_conv.convolve(self.mlp(self.mlp_conv.convolve(normed, before)), after)
+        return rows
+
+
+class BlockBackbone(nn.Module):
+    """The layers, the projection of features before them and the norm behind them.
+
+    Args:
+        spec: what the drafter is.
+    """
+
+    def __init__(self, spec: BlockSpec) -> None:
+        """Random weights."""
+        super().__init__()
+        self.spec = spec
+        self.fc = nn.Linear(len(spec.feature_layers) * spec.feature_size, spec.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.layers = nn.ModuleList(BlockLayer(spec, layer) for layer in range(len(spec.windows)))
+        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+
+    @property
+    def stack(self) -> list[BlockLayer]:
+        """The layers."""
+        return cast(list[BlockLayer], list(self.layers))
+
+    def extend(
+        self, context: BlockContext, features: Float[Tensor, "batch rows features"], counts: Int[Tensor, " batch"]
+    ) -> None:
+        """Appends the first `counts[b]` features of each row to the context, at the positions that follow."""
+        encoded = self.hidden_norm(self.fc(features))
+        positions = context.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
+        tables = self.spec.rope.tables(positions, encoded.dtype)
+        context.append([layer.self_attn.keys_values(encoded, tables) for layer in self.stack], counts)
+
+    def forward(
+        self, embedded: Float[Tensor, "batch rows hidden"], context: BlockContext
+    ) -> Float[Tensor, "batch rows hidden"]:
+        """Normed outputs of the slots of a block that begins right after the context, which stays as it is.
+
+        Args:
+            embedded: embeddings of the anchor and of mask tokens.
+            context: the committed text, the anchor not included.
+        """
+        rows, width = embedded, embedded.shape[1]
+        positions = context.lengths[:, None] + torch.arange(width, device=rows.device)
+        tables = self.spec.rope.tables(positions, rows.dtype)
+        masks: dict[tuple[int | None, bool], Tensor] = {}
+        for layer, cached in zip(self.stack, context.layers, strict=True):
+            attention = layer.self_attn
+            kind = attention.window, attention.causal
+            if kind not in masks:
+                masks[kind] = attention.visible(context.lengths, cached[0].shape[2], width)
+            rows = layer(rows, tables, cached, masks[kind])
+        output: Tensor = self.norm(rows)
+        return output

@@ -1,0 +1,204 @@
+"""Drafts whole blocks from the target's features: one forward a round, whatever the shape of the tree.
+
+The slots of a block are computed once, at the root. A tree then asks for the children of its nodes level by level:
+level d of the tree is slot d of the block. Which tokens a slot proposes depends on the node with a selector or a Markov
+head, and is the same for all nodes of a level without. After a round the features of what was committed become context;
+nothing of the block itself is kept.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from specdec.drafters.block.context import BlockContext
+from specdec.drafters.block.model import BlockModel
+from specdec.errors import ShapeError, SpecdecError, UnsupportedError
+from specdec.protocols import DraftContext
+from specdec.types import Candidates, Frontier
+
+
+@dataclass(slots=True)
+class _Block:
+    """The slots of one round, and the Markov states of the nodes that were asked about last."""
+
+    hidden: Float[Tensor, "batch slots hidden"]
+    logits: Float[Tensor, "batch slots vocab"]
+    states: Float[Tensor, "batch frontier rank"] | None = None
+
+
+class BlockDrafter:
+    """Drafts with a DFlash, DFlash 2 or DSpark model.
+
+    Args:
+        model: the model, with an embedding and an output head of its own or borrowed.
+        length: most tokens that a block drafts; None drafts as many as the model was trained for. Other lengths are
+            served too; in a drafter whose slots see later ones they change every proposal.
+        to_target: id in the target's vocabulary of each draft id; None if they are the same.
+        temperature: of the draft law; None follows the request (1 when it is greedy).
+
+    Raises:
+        UnsupportedError: for bad arguments.
+
+    Example:
+        >>> from specdec import drafters
+        >>> drafter = drafters.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        *,
+        length: int | None = None,
+        to_target: Int[Tensor, " draft_vocab"] | None = None,
+        temperature: float | None = None,
+    ) -> None:
+        """Remembers the model; runs nothing."""
+        spec = model.spec
+        if length is not None and length < 1:
+            raise UnsupportedError(f"BlockDrafter: length must be 1 or more, got {length}.")
+        if temperature is not None and not temperature > 0:
+            raise UnsupportedError(f"BlockDrafter: temperature must be above 0, got {temperature}.")
+        if to_target is None and spec.draft_vocab_size != spec.vocab_size:
+            raise UnsupportedError(
+                f"BlockDrafter: the head has {spec.draft_vocab_size} of {spec.vocab_size} tokens; pass to_target=."
+            )
+        if to_target is not None and tuple(to_target.shape) != (spec.draft_vocab_size,):
+            raise ShapeError(
+                f"BlockDrafter: to_target must give {spec.draft_vocab_size} ids, got {list(to_target.shape)}."
+            )
+        self.model, self.length = model.eval(), length or spec.slots(spec.block_size)
+        self._to_target, self._given_temperature = to_target, temperature
+        self._context: BlockContext | None = None
+        self._block: _Block | None = None
+
+    def __repr__(self) -> str:
+        spec = self.model.spec
+        return f"<BlockDrafter: {spec.family}, {len(spec.windows)} layers, blocks of {self.length}>"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target states that the drafter reads."""
+        return self.model.spec.feature_layers
+
+    def start(self, context: DraftContext) -> None:
+        """Turns the features of the committed text into context.
+
+        Raises:
+            UnsupportedError: if there are no features, or the target's tokens are not the drafter's.
+        """
+        spec = self.model.spec
+        if context.features is None:
+            raise UnsupportedError(f"{self!r} reads features of layers {spec.feature_layers}; the request has none.")
+        if context.vocab_size > spec.vocab_size and self.model.embed_tokens is not None:
+            raise UnsupportedError(f"{self!r} embeds {spec.vocab_size} tokens, the target has {context.vocab_size}.")
+        self._device = context.tokens.device
+        self._vocab_size = context.vocab_size
+        self._temperature = self._given_temperature or context.temperature or 1.0
+        weight = self.model.norm.weight
+        self._context = BlockContext(context.tokens.shape[0], weight.device)
+        # Real tokens to the front of each row; the last one is the root, which has no features yet.
+        counts = (context.mask.sum(-1) - 1).clamp_min(0)
+        order = (~context.mask).to(torch.int64).sort(dim=-1, stable=True).indices[:, : int(counts.max())]
+        features = context.features.to(order.device)
+        features = features.gather(1, order[:, :, None].expand(-1, -1, features.shape[-1]))
+        self._extend(features, counts)
+        self._block = None
+
+    @torch.no_grad()
+    def _extend(self, features: Float[Tensor, "batch rows features"], counts: Int[Tensor, " batch"]) -> None:
+        weight = self.model.norm.weight
+        if features.shape[-1] != self.model.fc.in_features:
+            raise ShapeError(
+                f"{self!r} reads {len(self.feature_layers)} states of {self.model.spec.feature_size} numbers, got "
+                f"features of {features.shape[-1]}."
+            )
+        self.model.extend(self._started(), features.to(weight), counts.to(weight.device))
+
+    @torch.no_grad()
+    def children(self, frontier: Frontier, count: int) -> Candidates:
+        """Proposals of one slot for each node of a level; the block is computed at the root."""
+        device = self.model.norm.weight.device
+        if frontier.depth == 0:
+            hidden = self.model.slots(
+                frontier.tokens[:, 0].to(device), self._started(), self.model.spec.rows(self.length)
+            )
+            self._block = _Block(hidden, self.model.logits(hidden))
+        block = self._block
+        if block is None:
+            raise SpecdecError("BlockDrafter was asked for a later level first; a round begins at the root.")
+        if frontier.depth >= self.length:
+            none = frontier.tokens[:, :, None]
+            return Candidates(none, torch.full(none.shape, -torch.inf, device=none.device))
+        tokens, scores = self._scores(block, frontier, device)
+        log_probs = (scores / self._temperature).log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        top, ranks = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
+        chosen = ranks if tokens is None else tokens.gather(-1, ranks)
+        return Candidates(chosen.to(self._device), top.to(self._device), self._law(tokens, log_probs.exp()))
+
+    def _scores(
+        self, block: _Block, frontier: Frontier, device: torch.device
+    ) -> tuple[Int[Tensor, "batch frontier rank"] | None, Float[Tensor, "batch frontier rank"]]:
+        """Target ids of what a slot can propose at each node (None for all ids in order), and their scores."""
+        slot, nodes = frontier.depth, frontier.tokens.shape[1]
+        hidden, logits, previous = block.hidden[:, slot], block.logits[:, slot], frontier.tokens.to(device)
+        if self.model.candidate_selector is not None:
+            tokens, scores = self.model.candidate_selector(hidden, logits, previous)
+            return tokens, scores
+        scores = logits[:, None].expand(-1, nodes, -1)
+        if self.model.markov_head is not None:
+            states = block.states
+            if states is not None:
+                parents = frontier.parents.to(device).clamp_min(0)
+                states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
+            bias, block.states = self.model.markov_head(hidden, previous, states)
+            scores = scores + bias
+        ids = None if self._to_target is None else self._to_target.to(device).expand(*scores.shape[:2], -1)
+        return ids, scores
+
+    def _law(
+        self, tokens: Int[Tensor, "batch frontier rank"] | None, probs: Float[Tensor, "batch frontier rank"]
+    ) -> Float[Tensor, "batch frontier vocab"]:
+        """The law over the target's vocabulary that draws follow."""
+        if tokens is None and probs.shape[-1] == self._vocab_size:
+            return probs.to(self._device)
+        if tokens is None:
+            tokens = torch.arange(probs.shape[-1], device=probs.device).expand_as(probs)
+        dense = probs.new_zeros(*probs.shape[:2], self._vocab_size)
+        return dense.scatter_(-1, tokens, probs).to(self._device)
+
+    def confidence(self, frontier: Frontier) -> Float[Tensor, "batch frontier"]:
+        """Probability that the target accepts the child of each node, as a DSpark confidence head tells it.
+
+        Raises:
+            UnsupportedError: if the model has none.
+        """
+        if self._block is None or not frontier.depth < self.length:
+            raise SpecdecError(
+                "BlockDrafter.confidence tells about slots of a block; ask for the root's children first."
+            )
+        device = self.model.norm.weight.device
+        hidden = self._block.hidden[:, frontier.depth]
+        return self.model.confidence(hidden, frontier.tokens.to(device)).to(self._device)
+
+    def commit(
+        self,
+        tokens: Int[Tensor, "batch new"],
+        counts: Int[Tensor, " batch"],
+        features: Float[Tensor, "batch new features"] | None = None,
+    ) -> None:
+        """Appends the features of what was committed; the block is forgotten."""
+        if features is None:
+            raise UnsupportedError(f"{self!r} reads the target's features; commit() was given none.")
+        self._extend(features, counts)
+        self._block = None
+
+    def finish(self) -> None:
+        """Drops the request's context."""
+        self._context = self._block = None
+
+    def _started(self) -> BlockContext:
+        if self._context is None:
+            raise SpecdecError("BlockDrafter was called outside a request; call start(context) first.")
+        return self._context

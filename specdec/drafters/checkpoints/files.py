@@ -1,0 +1,84 @@
+"""The files of a published drafter: `config.json` and safetensors, from a folder or a repository of the Hub."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+
+from specdec.errors import UnsupportedError
+
+INDEX = "model.safetensors.index.json"
+
+
+class CheckpointFiles:
+    """A checkpoint: its configuration, and its tensors by name, which are read one by one.
+
+    Args:
+        folder: where the files are.
+
+    Raises:
+        UnsupportedError: if a file is missing, or weights exist in another format only.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the configuration and the names of the tensors."""
+        self.folder = folder
+        path = folder / "config.json"
+        if not path.is_file():
+            raise UnsupportedError(f"{folder} has no config.json; expected the folder of a published drafter.")
+        try:
+            self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise UnsupportedError(f"{path} is not JSON: {error}.") from None
+        self._files: dict[str, Path] = {}
+        for file in self._weight_files():
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    if name in self._files:
+                        raise UnsupportedError(f"{folder} has the tensor {name!r} in two files.")
+                    self._files[name] = file
+
+    def _weight_files(self) -> list[Path]:
+        index = self.folder / INDEX
+        if index.is_file():
+            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        else:
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        missing = [name for name in files if not (self.folder / name).is_file()]
+        if files and not missing:
+            return [self.folder / name for name in files]
+        other = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth") for path in self.folder.glob(pattern))
+        hint = f"; {', '.join(other)} can run code when read and is not opened" if other else ""
+        raise UnsupportedError(f"{self.folder} lacks {', '.join(missing) or 'safetensors files'}{hint}.")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self._files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        with safe_open(self._files[name], framework="pt") as tensors:
+            return tuple(tensors.get_slice(name).get_shape())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors, file by file, on the CPU."""
+        for file in sorted(set(self._files.values())):
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    yield name, tensors.get_tensor(name)
+
+
+def open_checkpoint(path_or_repo: str | Path, *, revision: str | None = None) -> CheckpointFiles:
+    """A checkpoint in a folder, or of a repository of the Hub, whose configuration and safetensors are downloaded."""
+    folder = Path(path_or_repo)
+    if not folder.is_dir():
+        if isinstance(path_or_repo, Path) or str(path_or_repo).count("/") != 1:
+            raise UnsupportedError(f"{path_or_repo!s} is neither a folder nor a repository ('owner/name').")
+        patterns = ["*.json", "*.safetensors"]
+        folder = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))
+    return CheckpointFiles(folder)

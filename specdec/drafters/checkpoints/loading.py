@@ -1,0 +1,246 @@
+"""Published drafters as drafters: what is in a checkpoint is understood whole, or refused by name."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
+from specdec.drafters.checkpoints import block
+from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
+from specdec.drafters.checkpoints.keys import Keys, Note
+from specdec.errors import UnsupportedError
+
+logger = logging.getLogger(__name__)
+
+MAPS = frozenset({"d2t", "t2d"})
+"""Tensors that say which target tokens a reduced vocabulary has."""
+
+RENAMED = {
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
+}
+"""Names that some publishers give to parameters, and ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What was understood of a checkpoint.
+
+    Attributes:
+        source: folder of the checkpoint.
+        dialect: publisher whose format it is.
+        spec: the drafter that it describes.
+        notes: where each field came from.
+        borrowed: what is the target's.
+        reduced: whether it drafts from a part of the target's vocabulary.
+        unknown: keys of the configuration that are not understood; they have no effect.
+    """
+
+    source: Path
+    dialect: str
+    spec: BlockSpec
+    notes: tuple[Note, ...]
+    borrowed: tuple[str, ...]
+    reduced: bool
+    unknown: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.source.name}: {self.spec.family} in the format of {self.dialect}"]
+        lines += [f"  {name:22} {getattr(self.spec, name)}" for name in BlockSpec.__dataclass_fields__]
+        lines.append(f"  borrowed               {', '.join(self.borrowed) or 'nothing'}")
+        lines.append("read from config.json:")
+        lines += [f"  {note.field:26} {note.value!s:24} {note.source}" for note in self.notes]
+        if self.unknown:
+            lines.append(f"not understood, without effect: {', '.join(self.unknown)}")
+        return "\n".join(lines)
+
+
+def inspect(path_or_repo: str | Path, *, revision: str | None = None) -> Inspection:
+    """What a published drafter is, without loading it. `print` shows what was read and what was inferred.
+
+    Args:
+        path_or_repo: a folder, or a repository of the Hub.
+        revision: of the repository.
+
+    Raises:
+        UnsupportedError: if it is not understood; the message says what is missing, surplus or contradictory.
+
+    Example:
+        >>> from specdec import drafters
+        >>> print(drafters.inspect("z-lab/Qwen3-8B-DFlash-b16"))  # doctest: +SKIP
+    """
+    files = open_checkpoint(path_or_repo, revision=revision)
+    found, _ = _understand(files, None)
+    return found
+
+
+def from_pretrained(
+    path_or_repo: str | Path,
+    target: Any,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    length: int | None = None,
+    temperature: float | None = None,
+) -> BlockDrafter:
+    """Loads a published drafter for a target.
+
+    Args:
+        path_or_repo: a folder, or a repository of the Hub, with `config.json` and safetensors.
+        target: the model that the drafter was made for; its embedding and output head are borrowed where the
+            checkpoint has none.
+        revision: of the repository.
+        dtype: of the drafter's weights; None is the target's.
+        device: where the drafter runs; None is where the target's embedding is.
+        length: most tokens of a block; None drafts as many as the drafter was trained for.
+        temperature: of the draft law; None follows the request.
+
+    Raises:
+        UnsupportedError: if the checkpoint is not understood whole, or does not fit the target; the message names it.
+
+    Example:
+        >>> from specdec import SpeculativeGenerator, drafters, trees
+        >>> drafter = drafters.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target)  # doctest: +SKIP
+        >>> generator = SpeculativeGenerator(target, drafter, trees.BestFirst(nodes=31))  # doctest: +SKIP
+    """
+    files = open_checkpoint(path_or_repo, revision=revision)
+    config = target.config.get_text_config()
+    found, names = _understand(files, int(config.hidden_size))
+    if found.unknown:
+        logger.warning("%s: keys not understood, without effect: %s", found.source.name, ", ".join(found.unknown))
+    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
+    _check_target(found, int(config.num_hidden_layers), embedding.weight, head.weight)
+    with torch.device("meta"):
+        model = BlockModel(found.spec)
+    tensors, maps = dict[str, Tensor](), dict[str, Tensor]()
+    like = embedding.weight
+    for name, tensor in files.tensors():
+        if name in MAPS:
+            maps[name] = tensor
+        else:
+            tensors[names[name]] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
+    model.load_state_dict(tensors, assign=True)
+    model.requires_grad_(False)
+    model.borrow(
+        embedding=None if found.spec.own_embedding else _raw_embedding(embedding),
+        head=None if found.spec.own_head else head,
+    )
+    to_target = _target_ids(maps, found.spec)
+    return BlockDrafter(model, length=length, to_target=to_target, temperature=temperature)
+
+
+def _raw_embedding(module: Any) -> Callable[[Tensor], Tensor]:
+    """Rows of an embedding's matrix; some models' own modules scale them."""
+
+    def embed(tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens.to(module.weight.device), module.weight)
+
+    return embed
+
+
+def _understand(files: CheckpointFiles, feature_size: int | None) -> tuple[Inspection, dict[str, str]]:
+    """The specification of a checkpoint, and our name for each of its tensors; all of them are accounted for."""
+    dialect = block.dialect_of(files.config)
+    if not dialect:
+        raise UnsupportedError(
+            f"{files.folder}: architectures {files.config.get('architectures')!r} and speculators_model_type "
+            f"{files.config.get('speculators_model_type')!r} are no drafter known here. Known are "
+            f"{', '.join((*block.ZLAB, *block.DEEPSPEC))} and speculators' {', '.join(block.SPECULATORS)}."
+        )
+    try:
+        spec, keys = block.read_spec(files.config, files.names, feature_size)
+        names = _check_tensors(files, spec)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{files.folder}: {error}") from None
+    return _inspection(files, dialect, spec, keys), names
+
+
+def _inspection(files: CheckpointFiles, dialect: str, spec: BlockSpec, keys: Keys) -> Inspection:
+    owned = {"embedding": spec.own_embedding, "output head": spec.own_head}
+    return Inspection(
+        source=files.folder,
+        dialect=dialect,
+        spec=spec,
+        notes=tuple(keys.notes.values()),
+        borrowed=tuple(part for part, own in owned.items() if not own),
+        reduced=bool(files.names & MAPS),
+        unknown=tuple(keys.unknown()),
+    )
+
+
+def _check_tensors(files: CheckpointFiles, spec: BlockSpec) -> dict[str, str]:
+    """Our name for each tensor; raises unless all are there, none is left over and all have the right shape."""
+    with torch.device("meta"):
+        expected: Mapping[str, Tensor] = BlockModel(spec).state_dict()
+    names = {name: RENAMED.get(name, name) for name in files.names - MAPS}
+    missing, surplus = sorted(set(expected) - set(names.values())), sorted(set(names.values()) - set(expected))
+    if missing or surplus:
+        parts = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
+        parts += [f"{len(surplus)} are not known: {_some(surplus)}"] if surplus else []
+        raise UnsupportedError("; ".join(parts) + ".")
+    for name, ours in names.items():
+        if files.shape(name) != tuple(expected[ours].shape):
+            raise UnsupportedError(
+                f"tensor {name!r} has shape {list(files.shape(name))}; the configuration says "
+                f"{list(expected[ours].shape)}."
+            )
+    if spec.draft_vocab_size != spec.vocab_size and "d2t" not in files.names:
+        raise UnsupportedError(
+            f"it drafts from {spec.draft_vocab_size} of {spec.vocab_size} tokens but no tensor 'd2t' says from which."
+        )
+    return names
+
+
+def _some(names: list[str]) -> str:
+    """The first of many names."""
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+
+
+def _check_target(found: Inspection, layers: int, embedding: Tensor, head: Tensor) -> None:
+    """Raises unless a drafter fits a target."""
+    spec = found.spec
+    demands = [
+        (
+            f"it reads hidden state {max(spec.feature_layers)}, the target has states 0 to {layers}",
+            max(spec.feature_layers) <= layers,
+        ),
+        (
+            f"it borrows an embedding of {spec.vocab_size} x {spec.hidden_size}, the target's is "
+            f"{' x '.join(map(str, embedding.shape))}",
+            spec.own_embedding or tuple(embedding.shape) == (spec.vocab_size, spec.hidden_size),
+        ),
+        (
+            f"it borrows an output head of {spec.draft_vocab_size} x {spec.hidden_size}, the target's is "
+            f"{' x '.join(map(str, head.shape))}",
+            spec.own_head or tuple(head.shape) == (spec.draft_vocab_size, spec.hidden_size),
+        ),
+        (
+            f"it drafts ids up to {spec.vocab_size - 1}, the target has {head.shape[0]} tokens",
+            spec.vocab_size <= head.shape[0],
+        ),
+    ]
+    wrong = next((text for text, holds in demands if not holds), None)
+    if wrong is not None:
+        raise UnsupportedError(f"{found.source.name} was not made for this target: {wrong}.")
+
+
+def _target_ids(maps: Mapping[str, Tensor], spec: BlockSpec) -> Tensor | None:
+    """Target id of each draft id: `d2t` holds offsets, `t2d` marks the same tokens."""
+    if "d2t" not in maps:
+        return None
+    offsets = maps["d2t"].to(torch.int64)
+    if tuple(offsets.shape) != (spec.draft_vocab_size,):
+        raise UnsupportedError(f"d2t has shape {list(offsets.shape)}, the drafter has {spec.draft_vocab_size} tokens.")
+    ids = torch.arange(spec.draft_vocab_size) + offsets
+    if bool((ids < 0).any()) or bool((ids >= spec.vocab_size).any()) or len(ids.unique()) < len(ids):
+        raise UnsupportedError(f"d2t must be offsets that lead to distinct target ids below {spec.vocab_size}.")
+    marked = maps.get("t2d")
+    if marked is not None and not torch.equal(marked.to(torch.bool).nonzero().squeeze(1), ids.sort().values):
+        raise UnsupportedError("t2d marks other target tokens than d2t leads to.")
+    return ids

@@ -1,0 +1,146 @@
+"""Loaded drafters compute what an independent, slot-by-slot reference computes from the same files."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec import drafters
+from specdec.drafters.block import BlockContext, BlockDrafter
+from specdec.protocols import DraftContext
+from specdec.types import Frontier
+from tests import helpers
+from tests.drafters.block import reference
+from tests.drafters.block.checkpoints import DIALECTS, Written, write
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+
+
+@pytest.fixture(scope="module", params=DIALECTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Written, BlockDrafter]:
+    """A checkpoint of each published format, and what was made of it."""
+    written = write(tmp_path_factory.mktemp(request.param), request.param)
+    drafter = drafters.from_pretrained(written.folder, helpers.model())
+    return written, drafter
+
+
+def expected(written: Written, features: torch.Tensor, anchor: int, rows: int) -> reference.Drafted:
+    target = helpers.model()
+    embed, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    return reference.draft(
+        written.weights, written.reference, features, anchor, rows=rows, **written.matrices(embed, head)
+    )
+
+
+def start(drafter: BlockDrafter, lengths: list[int], anchors: list[int], seed: int) -> list[torch.Tensor]:
+    """Starts a request with texts of these lengths, padded on the left; returns their features."""
+    source = torch.Generator().manual_seed(seed)
+    width, size = max(lengths) + 1, drafter.model.fc.in_features
+    features = torch.randn(len(lengths), width, size, generator=source, dtype=torch.float64)
+    tokens = torch.randint(1, 97, (len(lengths), width), generator=source)
+    tokens[:, -1] = torch.tensor(anchors)
+    mask = torch.arange(width) >= width - 1 - torch.tensor(lengths)[:, None]
+    features[~mask] = float("nan")  # padding may hold anything
+    drafter.start(DraftContext(tokens, mask, 97, features=features))
+    return [rows[width - 1 - length : -1] for rows, length in zip(features, lengths, strict=True)]
+
+
+@settings(max_examples=12)
+@given(lengths=st.lists(st.integers(0, 14), min_size=1, max_size=3), extra=st.integers(0, 4), seed=st.integers(0, 9))
+def test_slots_and_logits(pair: Any, lengths: list[int], extra: int, seed: int) -> None:
+    """Windows, causality, positions, the edge of the block, blocks longer than the trained one, texts of any length."""
+    written, drafter = pair
+    anchors = [(7 * seed + index) % 97 for index in range(len(lengths))]
+    features = start(drafter, lengths, anchors, seed)
+    rows = drafter.model.spec.block_size + extra
+    context = drafter._context
+    assert context is not None
+    with torch.no_grad():
+        hidden = drafter.model.slots(torch.tensor(anchors), context, rows)
+        logits = drafter.model.logits(hidden)
+    for index, anchor in enumerate(anchors):
+        wanted = expected(written, features[index], anchor, rows)
+        torch.testing.assert_close(hidden[index], wanted.hidden, **CLOSE)
+        torch.testing.assert_close(logits[index], wanted.logits, **CLOSE)
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 50), temperature=st.sampled_from([0.5, 1.0, 2.0]))
+def test_children_follow_their_path(pair: Any, seed: int, temperature: float) -> None:
+    """The law at each node of a random frontier, level by level, is that of the reference along the node's path."""
+    written, drafter = pair
+    lengths, anchors, spec = [5, 3], [11, 12], drafter.model.spec
+    drafter = BlockDrafter(drafter.model, to_target=drafter._to_target, temperature=temperature)
+    features = start(drafter, lengths, anchors, seed)
+    rows = spec.rows(drafter.length)
+    wanted = [expected(written, rows_, anchor, rows) for rows_, anchor in zip(features, anchors, strict=True)]
+    source = torch.Generator().manual_seed(seed)
+    paths = [[[anchor]] for anchor in anchors]
+    frontier = Frontier.from_root(torch.tensor(anchors), torch.ones(2, dtype=torch.bool))
+    for slot in range(drafter.length):
+        found = drafter.children(frontier, 6)
+        for row in range(2):
+            for node, path in enumerate(paths[row]):
+                ids, scores = law(wanted[row], written, slot, path, drafter)
+                dense = torch.zeros(97, dtype=torch.float64).scatter(0, ids, (scores / temperature).softmax(-1))
+                torch.testing.assert_close(found.law(97)[row, node], dense, **CLOSE)
+                best = (scores / temperature).log_softmax(-1).sort(descending=True, stable=True)
+                torch.testing.assert_close(found.log_probs[row, node], best.values[:6], **CLOSE)
+                assert set(found.tokens[row, node].tolist()) == set(ids[best.indices[:6]].tolist())
+                if spec.confidence:
+                    sure = drafter.confidence(frontier)[row, node]
+                    assert float(sure) == pytest.approx(wanted[row].confidence(slot, path[-1]), abs=1e-10)
+        parents = torch.randint(0, frontier.tokens.shape[1], (2, 3), generator=source)
+        tokens = torch.randint(0, 97, (2, 3), generator=source)
+        paths = [
+            [[*paths[row][parent], token] for parent, token in zip(parents[row], tokens[row].tolist(), strict=True)]
+            for row in range(2)
+        ]
+        frontier = Frontier(tokens, parents, torch.ones(2, 3, dtype=torch.bool), slot + 1)
+    none = drafter.children(frontier, 6)
+    assert bool((none.log_probs == -torch.inf).all()), "there is no slot behind the last one"
+
+
+def law(
+    wanted: reference.Drafted, written: Written, slot: int, path: list[int], drafter: BlockDrafter
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target ids and scores of a slot after a path."""
+    if written.reference.get("selector_top_k"):
+        return wanted.selector_scores(slot, path[-1])
+    scores = wanted.markov_logits(slot, path)
+    ids = torch.arange(len(scores))
+    return ids if drafter._to_target is None else drafter._to_target, scores
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_tensor_counts(dialect: str, tmp_path: Path) -> None:
+    """A tensor that is loaded and not used would go unnoticed by comparisons with a reference that forgets it, too."""
+    written = write(tmp_path, dialect)
+    drafter = drafters.from_pretrained(written.folder, helpers.model())
+    start(drafter, [4], [9], 0)
+    frontier = Frontier.from_root(torch.tensor([9]), torch.ones(1, dtype=torch.bool))
+
+    def outcome() -> torch.Tensor:
+        start(drafter, [4], [9], 0)
+        laws = [drafter.children(frontier, 5).law(97).flatten()]
+        later = Frontier(torch.tensor([[3]]), torch.tensor([[0]]), torch.ones(1, 1, dtype=torch.bool), 1)
+        laws += [drafter.children(dataclasses.replace(later, depth=1), 5).law(97).flatten()]
+        if drafter.model.spec.confidence:
+            laws.append(drafter.confidence(later).flatten())
+        return torch.cat(laws)
+
+    before = outcome()
+    for name, parameter in drafter.model.named_parameters():
+        kept = parameter.data.clone()
+        parameter.data += 0.3 * torch.randn(kept.shape, generator=torch.Generator().manual_seed(1), dtype=kept.dtype)
+        assert not torch.allclose(outcome(), before, rtol=1e-6, atol=1e-9), name
+        parameter.data = kept
+    assert torch.equal(outcome(), before)
+
+
+def test_a_text_without_features_has_an_empty_context() -> None:
+    assert BlockContext(2, "cpu").layers == []

@@ -1,0 +1,173 @@
+"""Block drafters in rounds: the text is the target's, and the context is the committed text, whatever was drafted."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec import drafters, trees, verify
+from specdec.drafters.block import BlockContext, BlockDrafter
+from specdec.errors import ShapeError, SpecdecError, UnsupportedError
+from specdec.protocols import DraftContext, TreeBuilder
+from specdec.testing import FAMILIES
+from specdec.types import Candidates, Frontier
+from tests import helpers
+from tests.drafters.block.checkpoints import write
+
+NEW = 24
+TREES: dict[str, TreeBuilder] = {
+    "chain": trees.Chain(4),
+    "best first": trees.BestFirst(nodes=14, branch=3, depth=4),
+    "wide": trees.BestFirst(nodes=20, branch=2, temperature=1.5),
+}
+
+
+@cache
+def drafter_of(family: str, dialect: str) -> BlockDrafter:
+    target = helpers.model(family)
+    layers = target.config.get_text_config().num_hidden_layers
+    written = write(Path(mkdtemp()), dialect, num_target_layers=layers)
+    return drafters.from_pretrained(written.folder, target)
+
+
+class Steered(BlockDrafter):
+    """Puts the token of a known text first, in as many slots as each row's schedule says; None drafts nothing."""
+
+    def __init__(self, drafter: BlockDrafter, reference: Tensor, schedules: Sequence[Sequence[int | None]]) -> None:
+        super().__init__(drafter.model, to_target=drafter._to_target)
+        self.reference, self.schedules = reference, schedules
+        self.round, self.last = -1, BlockContext(1, "cpu")
+
+    def start(self, context: DraftContext) -> None:
+        self.round, self.padding = -1, (~context.mask).sum(-1).tolist()
+        super().start(context)
+
+    def children(self, frontier: Frontier, count: int) -> Candidates:
+        found = super().children(frontier, count)
+        self.round += frontier.depth == 0
+        if frontier.depth >= self.length:
+            return found
+        tokens, log_probs = found.tokens.clone(), found.log_probs.clone()
+        for row, length in enumerate(self._started().lengths.tolist()):
+            schedule = self.schedules[row % len(self.schedules)]
+            right = schedule[self.round % len(schedule)]
+            place = helpers.START["ragged"] - self.real[row] + length + 1 + frontier.depth
+            if right is None:
+                log_probs[row] = -torch.inf
+            elif frontier.depth < right and place < self.reference.shape[1]:
+                wanted = self.reference[row, place]
+                for ranks in tokens[row]:
+                    ranks[ranks == wanted] = ranks[0].clone()
+                    ranks[0] = wanted
+        return Candidates(tokens, log_probs)
+
+    @property
+    def real(self) -> list[int]:
+        """Prompt tokens of each row."""
+        return [len(prompt) for prompt in helpers.FOUR]
+
+    def finish(self) -> None:
+        self.last = self._started()
+        super().finish()
+
+
+def run(family: str, dialect: str, tree: TreeBuilder) -> tuple[helpers.Run, Steered]:
+    reference = helpers.text("ragged", NEW, family)
+    steered = Steered(drafter_of(family, dialect), reference, helpers.RAGGED)
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
+    return helpers.speculate(helpers.model(family), steered, tree, **request), steered
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_plain_generate(family: str) -> None:
+    for name, dialect in zip(TREES, ("dflash_nested", "dflash2", "dspark_rnn"), strict=True):
+        made, _ = run(family, dialect, TREES[name])
+        helpers.assert_equal(made, helpers.text("ragged", NEW, family))
+
+
+@pytest.mark.parametrize("dialect", ["dflash_flat", "speculators_dspark", "speculators_dflash2", "dspark_gated"])
+def test_every_format_drafts(dialect: str) -> None:
+    made, _ = run("llama", dialect, TREES["best first"])
+    helpers.assert_equal(made, helpers.text("ragged", NEW))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dialect", ["dflash2", "dspark_vanilla"])
+def test_e10_the_context_is_that_of_the_committed_text(family: str, dialect: str) -> None:
+    """After ragged rounds the cached keys and values are those of a fresh start on the target's true features."""
+    made, steered = run(family, dialect, TREES["best first"])
+    target, fresh = helpers.model(family), drafter_of(family, dialect)
+    lengths = steered.last.lengths.tolist()
+    assert len(set(lengths)) > 1
+    for row, prompt in enumerate(helpers.FOUR):
+        text = made.output[row, -NEW - len(prompt) :][None]
+        states = target(text, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer] for layer in fresh.feature_layers], -1)
+        tokens = text[:, : lengths[row] + 1]
+        fresh.start(DraftContext(tokens, torch.ones_like(tokens, dtype=torch.bool), 97, features=features))
+        expected = fresh._started()
+        assert expected.lengths.tolist() == [lengths[row]]
+        for mine, theirs in zip(steered.last.layers, expected.layers, strict=True):
+            for found, wanted in zip(mine, theirs, strict=True):
+                torch.testing.assert_close(found[row, :, : lengths[row]], wanted[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dialect", ["dflash_flat", "dflash2", "dspark_rnn", "speculators_dflash"])
+def test_drawn_trees_carry_the_law_they_were_drawn_from(dialect: str) -> None:
+    """16 ways for the selector, the reduced vocabulary scattered; rejection needs exactly these numbers."""
+    drafter = drafter_of("llama", dialect)
+    drafter = BlockDrafter(drafter.model, to_target=drafter._to_target)
+    context = DraftContext(
+        torch.tensor([[4, 5, 6]]),
+        torch.ones(1, 3, dtype=torch.bool),
+        97,
+        temperature=0.7,
+        features=torch.randn(1, 3, drafter.model.fc.in_features, dtype=torch.float64),
+    )
+    drafter.start(context)
+    tree = trees.Sampled((2, 1)).grow(drafter, torch.tensor([6]), torch.tensor([2]), 4, vocab_size=97)
+    assert tree.draft_probs is not None
+    asked = drafter.children(Frontier.from_root(torch.tensor([6]), torch.tensor([True])), 1)
+    torch.testing.assert_close(tree.draft_probs[:, 0], asked.law(97)[:, 0])
+    support = int((asked.law(97) > 0).sum())
+    assert support == {"dflash2": drafter.model.spec.selector_top_k, "speculators_dflash": 40}.get(dialect, 97)
+
+
+@pytest.mark.parametrize(
+    "verifier", [verify.TreeRejection(), verify.Traversal(), verify.TargetOnly()], ids=lambda rule: type(rule).__name__
+)
+def test_sampled_text_of_every_rule(verifier: Any) -> None:
+    """Sampling runs through; its law is proved where the verifiers are, from the laws that the trees carry."""
+    target = helpers.model()
+    tree = trees.BestFirst(8) if isinstance(verifier, verify.TargetOnly) else trees.Sampled((2, 2))
+    made = helpers.speculate(
+        target, drafter_of("llama", "dflash2"), tree, verifier=verifier, do_sample=True, max_new_tokens=20,
+        input_ids=torch.tensor([[5, 6, 7]]),
+    )  # fmt: skip
+    assert made.output.shape == (1, 23)
+
+
+def test_what_cannot_be_drafted_from_is_refused() -> None:
+    drafter = drafter_of("llama", "dflash_flat")
+    tokens, mask = torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(UnsupportedError, match="reads features of layers"):
+        drafter.start(DraftContext(tokens, mask, 97))
+    with pytest.raises(ShapeError, match="states of 48 numbers"):
+        drafter.start(DraftContext(tokens, mask, 97, features=torch.zeros(1, 3, 7)))
+    with pytest.raises(UnsupportedError, match="length must be 1 or more"):
+        BlockDrafter(drafter.model, length=0)
+    with pytest.raises(UnsupportedError, match="temperature must be above 0"):
+        BlockDrafter(drafter.model, temperature=0.0)
+    with pytest.raises(ShapeError, match="to_target must give 97 ids"):
+        BlockDrafter(drafter.model, to_target=torch.arange(5))
+    with pytest.raises(SpecdecError, match="outside a request"):
+        BlockDrafter(drafter.model).children(Frontier.from_root(tokens[:, 0], mask[:, 0]), 2)
+    own = drafter_of("llama", "dspark_rnn")
+    features = torch.zeros(1, 3, own.model.fc.in_features, dtype=torch.float64)
+    with pytest.raises(UnsupportedError, match="embeds 97 tokens, the target has 120"):
+        own.start(DraftContext(tokens, mask, 120, features=features))
