@@ -1,7 +1,7 @@
 """Drafters: each answers which tokens may follow the nodes of a frontier."""
 
 from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
-from specdec.drafters.checkpoints import Inspection, from_pretrained, inspect
+from specdec.drafters.checkpoints import Inspection, from_pretrained, inspect, save_pretrained
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import ModelDrafter
 from specdec.drafters.hit_rate import HitRate
@@ -24,4 +24,5 @@ __all__ = [
     "VocabularyMap",
     "from_pretrained",
     "inspect",
+    "save_pretrained",
 ]

@@ -14,7 +14,22 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 
-KINDS = ("default", "linear", "llama3", "yarn")
+KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+"""Forms, and the keys that each of them reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +81,18 @@ class Rope:
         for name, value in (("rope_theta", theta), ("partial_rotary_factor", share)):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UnsupportedError(f"rope: {name} must be a number, got {value!r}.")
-        options = {key: float(value) for key, value in scaling.items() if isinstance(value, int | float)}
-        options.setdefault("original_max_position_embeddings", float(config.get("max_position_embeddings") or math.nan))
-        return Rope(float(theta), int(head_dim * share), str(kind), tuple(sorted(options.items())))
+        given = {"original_max_position_embeddings": config.get("max_position_embeddings"), **scaling}
+        options = {key: given[key] for key in KINDS.get(kind, ()) if given.get(key) is not None}
+        for key, value in options.items():
+            if not isinstance(value, int | float):
+                raise UnsupportedError(f"rope: {key} must be a number, got {value!r}.")
+        pairs = tuple(sorted((key, float(value)) for key, value in options.items()))
+        return Rope(float(theta), int(head_dim * share), str(kind), pairs)
+
+    def to_config(self, head_dim: int) -> dict[str, Any]:
+        """The block `rope_parameters` that `from_config` reads as this embedding."""
+        share = {} if self.dim == head_dim else {"partial_rotary_factor": self.dim / head_dim}
+        return {"rope_type": self.kind, "rope_theta": self.theta, **share, **dict(self.options)}
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> tuple[Float[Tensor, " half"], float]:
         """Radians per position of each pair of numbers, and a factor on the tables."""

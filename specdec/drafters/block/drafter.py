@@ -69,7 +69,7 @@ class BlockDrafter:
                 f"BlockDrafter: to_target must give {spec.draft_vocab_size} ids, got {list(to_target.shape)}."
             )
         self.model, self.length = model.eval(), length or spec.slots(spec.block_size)
-        self._to_target, self._given_temperature = to_target, temperature
+        self.to_target, self._given_temperature = to_target, temperature
         self._context: BlockContext | None = None
         self._block: _Block | None = None
 
@@ -154,7 +154,7 @@ class BlockDrafter:
                 states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
             bias, block.states = self.model.markov_head(hidden, previous, states)
             scores = scores + bias
-        ids = None if self._to_target is None else self._to_target.to(device).expand(*scores.shape[:2], -1)
+        ids = None if self.to_target is None else self.to_target.to(device).expand(*scores.shape[:2], -1)
         return ids, scores
 
     def _law(

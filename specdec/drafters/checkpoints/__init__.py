@@ -1,5 +1,6 @@
-"""Loading and inspecting published drafters."""
+"""Loading, inspecting and writing published drafters."""
 
 from specdec.drafters.checkpoints.loading import Inspection, from_pretrained, inspect
+from specdec.drafters.checkpoints.writing import save_pretrained
 
-__all__ = ["Inspection", "from_pretrained", "inspect"]
+__all__ = ["Inspection", "from_pretrained", "inspect", "save_pretrained"]

@@ -199,7 +199,7 @@ def _speculators(keys: Keys, family: str) -> dict[str, Any]:
         "mask_token_id": keys.integer("mask_token_id"),
         "feature_layers": keys.integers("aux_hidden_state_layer_ids"),
         "windows": windows,
-        "window_from": "anchor",
+        "window_from": "anchor" if any(windows) else "query",
         "causal": tuple(window is not None and not bidirectional for window in windows),
         "draft_vocab_size": keys.integer("draft_vocab_size", 32_000, why="that of speculators"),
     }

@@ -39,7 +39,7 @@ class Steered(BlockDrafter):
     """Puts the token of a known text first, in as many slots as each row's schedule says; None drafts nothing."""
 
     def __init__(self, drafter: BlockDrafter, reference: Tensor, schedules: Sequence[Sequence[int | None]]) -> None:
-        super().__init__(drafter.model, to_target=drafter._to_target)
+        super().__init__(drafter.model, to_target=drafter.to_target)
         self.reference, self.schedules = reference, schedules
         self.round, self.last = -1, BlockContext(1, "cpu")
 
@@ -121,7 +121,7 @@ def test_e10_the_context_is_that_of_the_committed_text(family: str, dialect: str
 def test_drawn_trees_carry_the_law_they_were_drawn_from(dialect: str) -> None:
     """16 ways for the selector, the reduced vocabulary scattered; rejection needs exactly these numbers."""
     drafter = drafter_of("llama", dialect)
-    drafter = BlockDrafter(drafter.model, to_target=drafter._to_target)
+    drafter = BlockDrafter(drafter.model, to_target=drafter.to_target)
     context = DraftContext(
         torch.tensor([[4, 5, 6]]),
         torch.ones(1, 3, dtype=torch.bool),
