@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.drafters.block.spec import BlockSpec
-from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.keys import Keys, Note
 from specdec.drafters.rope import Rope
 from specdec.errors import UnsupportedError
 
@@ -83,6 +83,8 @@ def _layers(keys: Keys) -> dict[str, Any]:
     head_dim = keys.integer("head_dim", hidden // heads, why="hidden_size / num_attention_heads")
     keys.take(*ROPE_KEYS)
     merged = {key: value for part in reversed(keys.parts.values()) for key, value in part.items()}
+    rope = Rope.from_config(merged, head_dim)
+    keys.notes["rope"] = Note("rope", rope, " ".join(key for key in ROPE_KEYS if merged.get(key) is not None))
     return {
         "hidden_size": hidden,
         "intermediate_size": keys.integer("intermediate_size"),
@@ -91,7 +93,7 @@ def _layers(keys: Keys) -> dict[str, Any]:
         "head_dim": head_dim,
         "rms_norm_eps": keys.number("rms_norm_eps", 1e-6, why="that of Qwen3"),
         "attention_bias": keys.flag("attention_bias", False, why="that of Qwen3"),
-        "rope": Rope.from_config(merged, head_dim),
+        "rope": rope,
     }
 
 
