@@ -6,14 +6,13 @@ rounds run on what it prepared. `generate` folds over `rounds`, so the two can n
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec import control, drafters, trees, verify
 from specdec import rounds as loop
@@ -23,7 +22,7 @@ from specdec.hf.attention import Attention
 from specdec.hf.cache import RowCache
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
-from specdec.hf.request import Execution, Request
+from specdec.hf.request import Attachment, Execution, Request
 from specdec.hf.target import ModelTarget
 from specdec.kv import KVCacheConfig
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
@@ -111,6 +110,28 @@ class SpeculativeGenerator:
         self._serving: Request | None = None
         self._programs, self._compiled = device_rounds.Programs(), False
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path,
+        drafter: str | Path,
+        *,
+        target_options: Mapping[str, Any] | None = None,
+        drafter_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> "SpeculativeGenerator":
+        """Loads a target and the drafter that was published for it.
+
+        Args:
+            target: a folder, or a repository of the Hub, for `AutoModelForCausalLM.from_pretrained`.
+            drafter: a folder or a repository for `drafters.from_pretrained`.
+            target_options: what the former takes (`dtype`, `device_map`, `revision`, ...).
+            drafter_options: what the latter takes (`revision`, `length`, ...).
+            **options: what the generator itself takes (`tree`, `execution`, ...).
+        """
+        model = AutoModelForCausalLM.from_pretrained(target, **(target_options or {}))
+        return cls(model, drafters.from_pretrained(drafter, model, **(drafter_options or {})), **options)
+
     def __repr__(self) -> str:
         model, drafter, controller = (type(part).__name__ for part in (self.model, self.drafter, self.controller))
         verifier = "a lossless verifier" if self.verifier is None else type(self.verifier).__name__
@@ -179,7 +200,7 @@ class SpeculativeGenerator:
         )
         for _ in self._run(request):
             pass
-        return self._result(request)
+        return request.result()
 
     def rounds(self, inputs: Tensor | None = None, **kwargs: Any) -> Iterator[Round]:
         """The same loop, opened: yields every `Round` as it is committed. Takes the arguments of `generate`.
@@ -218,7 +239,7 @@ class SpeculativeGenerator:
                 "model.generate is already replaced on this object, by this generator or another; call detach() first."
             )
         vars(self.model)["generate"] = self.generate
-        return _Attached(self)
+        return Attachment(self)
 
     def detach(self) -> None:
         """Gives the model its own `generate` back; does nothing if it has it."""
@@ -360,35 +381,6 @@ class SpeculativeGenerator:
             self.controller,
             **options,
         )
-
-    def _result(self, request: Request) -> Any:
-        """What `model.generate` returns for this request."""
-        sequences = request.ledger.sequences().to(request.prompt.device)
-        if not request.config.return_dict_in_generate:
-            return sequences
-        cache = request.target.cache.to_dynamic(self.model.config) if request.config.use_cache else None
-        make: Any = GenerateDecoderOnlyOutput  # its annotations promise less than plain generate returns
-        return make(
-            sequences=sequences,
-            scores=request.records.output_scores(),
-            logits=request.records.output_logits(),
-            attentions=request.records.output_attentions(),
-            hidden_states=request.records.output_hidden_states(),
-            cache=cache,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Attached(contextlib.AbstractContextManager["SpeculativeGenerator"]):
-    """What `attach` returns: `with generator.attach():` detaches at the end of the block."""
-
-    generator: SpeculativeGenerator
-
-    def __enter__(self) -> SpeculativeGenerator:
-        return self.generator
-
-    def __exit__(self, *error: object) -> None:
-        self.generator.detach()
 
 
 def _plain_generate(model: Any) -> Callable[..., Any]:

@@ -1,11 +1,13 @@
 """A prepared `generate` call: what transformers resolved, bound to the parts that will serve it."""
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
@@ -33,3 +35,32 @@ class Request:
     nodes: int
     generator: torch.Generator | None
     obstacle: str
+
+    def result(self) -> Any:
+        """What `model.generate` returns for this self."""
+        sequences = self.ledger.sequences().to(self.prompt.device)
+        if not self.config.return_dict_in_generate:
+            return sequences
+        cache = self.target.cache.to_dynamic(self.target.model.config) if self.config.use_cache else None
+        make: Any = GenerateDecoderOnlyOutput  # its annotations promise less than plain generate returns
+        return make(
+            sequences=sequences,
+            scores=self.records.output_scores(),
+            logits=self.records.output_logits(),
+            attentions=self.records.output_attentions(),
+            hidden_states=self.records.output_hidden_states(),
+            cache=cache,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment(AbstractContextManager[Any]):
+    """What `attach` of a generator returns: `with generator.attach():` detaches at the end of the block."""
+
+    generator: Any
+
+    def __enter__(self) -> Any:
+        return self.generator
+
+    def __exit__(self, *error: object) -> None:
+        self.generator.detach()

@@ -6,6 +6,7 @@ head, and is the same for all nodes of a level without. After a round the featur
 nothing of the block itself is kept.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,11 @@ from specdec.drafters.block.model import BlockModel
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Candidates, Frontier
+
+logger = logging.getLogger(__name__)
+
+HOPELESS = 64
+"""Blocks of which no token was accepted, after which a drafter warns."""
 
 
 @dataclass(slots=True)
@@ -72,6 +78,7 @@ class BlockDrafter:
         self.to_target, self._given_temperature = to_target, temperature
         self._context: BlockContext | None = None
         self._block: _Block | None = None
+        self._blocks = self._accepted = 0
 
     def __repr__(self) -> str:
         spec = self.model.spec
@@ -192,7 +199,22 @@ class BlockDrafter:
         if features is None:
             raise UnsupportedError(f"{self!r} reads the target's features; commit() was given none.")
         self._extend(features, counts)
+        if self._block is not None:
+            self._judge(counts)
         self._block = None
+
+    def _judge(self, counts: Int[Tensor, " batch"]) -> None:
+        """Warns, once, if drafts are never accepted: a drafter that reads wrong states raises nothing."""
+        self._blocks += int((counts > 0).sum())
+        self._accepted += int((counts > 1).sum())
+        if self._accepted == 0 and self._blocks >= HOPELESS:
+            self._accepted = 1
+            logger.warning(
+                "%r: no token of %d blocks was accepted. Was it made for this target? drafters.inspect() tells which "
+                "hidden states it reads and which slot predicts which token.",
+                self,
+                self._blocks,
+            )
 
     def finish(self) -> None:
         """Drops the request's context."""

@@ -152,6 +152,18 @@ def test_sampled_text_of_every_rule(verifier: Any) -> None:
     assert made.output.shape == (1, 23)
 
 
+@pytest.mark.parametrize("helpless", [True, False])
+def test_a_drafter_that_is_never_right_says_so(helpless: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A wrong feature index raises nothing anywhere; acceptance at chance is all there is to see."""
+    reference = helpers.text("ragged", NEW)
+    schedule = [[0]] if helpless else helpers.RAGGED
+    steered = Steered(drafter_of("llama", "dflash_flat"), reference, schedule)
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
+    made = helpers.speculate(helpers.model(), steered, trees.Chain(2), **request)
+    assert (made.generator.stats.accepted == 0) == helpless
+    assert caplog.text.count("no token of") == helpless
+
+
 def test_what_cannot_be_drafted_from_is_refused() -> None:
     drafter = drafter_of("llama", "dflash_flat")
     tokens, mask = torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool)

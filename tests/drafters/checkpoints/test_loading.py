@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from specdec import drafters
+from specdec import SpeculativeGenerator, drafters, trees
 from specdec.drafters.checkpoints.keys import SILENT
 from specdec.errors import UnsupportedError
 from tests import helpers
@@ -213,3 +213,22 @@ def test_unknown_keys_are_warned_about_and_nothing_of_the_target_changes(
     drafters.from_pretrained(write(tmp_path, "dflash_flat", conv_gruop_size=4).folder, target)
     assert "keys not understood, without effect: conv_gruop_size" in caplog.text or "conv_gruop_size" in caplog.text
     assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+def test_a_pair_is_loaded_in_one_call(tmp_path: Path) -> None:
+    target = helpers.model()
+    target.save_pretrained(tmp_path / "target")
+    written = write(tmp_path / "drafter", "dflash2")
+    generator = SpeculativeGenerator.from_pretrained(
+        tmp_path / "target",
+        written.folder,
+        target_options={"dtype": torch.float64},
+        drafter_options={"length": 4},
+        tree=trees.Chain(3),
+    )
+    assert repr(generator.drafter) == "<BlockDrafter: dflash2, 5 layers, blocks of 4>"
+    assert generator.model.dtype == torch.float64
+    prompt = torch.tensor([[5, 6, 7, 5, 6]])
+    ids = generator.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    assert torch.equal(ids, helpers.plain(target, input_ids=prompt, max_new_tokens=9))
+    assert generator.stats.drafted > 0
