@@ -5,7 +5,7 @@ they never run through the layers themselves. The keys and values of a block liv
 modules are those of published checkpoints.
 """
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -94,17 +94,18 @@ class BlockAttention(nn.Module):
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         return weights[..., :-1].to(values.dtype) @ values
 
-    def visible(self, lengths: Int[Tensor, " batch"], slots: int, rows: int) -> Bool[Tensor, "batch rows all"]:
-        """Which of `slots` committed positions, and of the block's own rows, each row sees.
+    def visible(
+        self, lengths: Int[Tensor, " batch"], slots: int, rows: int, *, base: int = 0
+    ) -> Bool[Tensor, "batch rows all"]:
+        """Which of `slots` cached positions, `base` the first, and of the block's own rows each row sees.
 
-        The block starts at position `lengths[b]`; position i of the text lies in slot i of the context.
+        The block starts at position `lengths[b]`.
         """
         place = torch.arange(slots + rows, device=lengths.device)
         own = torch.arange(rows, device=lengths.device)[:, None]
-        anchor = lengths[:, None, None]
-        position = torch.where(place < slots, place, anchor + place - slots)  # [batch, 1, all]
-        seen = (place >= slots) | (place < anchor)
-        inside = place >= slots
+        anchor, inside = lengths[:, None, None], place >= slots
+        position = torch.where(inside, anchor + place - slots, base + place)  # [batch, 1, all]
+        seen = inside | (position < anchor)
         if self.causal:
             seen = seen & (~inside | (place - slots <= own))
         if self.window is not None and self.spec.window_from == "query":
@@ -241,12 +242,13 @@ class BlockBackbone(nn.Module):
         rows, width = embedded, embedded.shape[1]
         positions = context.lengths[:, None] + torch.arange(width, device=rows.device)
         tables = self.spec.rope.tables(positions, rows.dtype)
-        masks: dict[tuple[int | None, bool], Tensor] = {}
-        for layer, cached in zip(self.stack, context.layers, strict=True):
-            attention = layer.self_attn
-            kind = attention.window, attention.causal
+        masks: dict[Any, Tensor] = {}
+        for layer, kept in zip(self.stack, context.layers, strict=True):
+            attention, cached = layer.self_attn, context.held(kept)
+            slots = cached[0].shape[2]
+            kind = attention.window, attention.causal, kept.base, slots
             if kind not in masks:
-                masks[kind] = attention.visible(context.lengths, cached[0].shape[2], width)
+                masks[kind] = attention.visible(context.lengths, slots, width, base=kept.base)
             rows = layer(rows, tables, cached, masks[kind])
         output: Tensor = self.norm(rows)
         return output

@@ -1,74 +1,100 @@
 """Keys and values of the committed text in a block drafter's layers: appended to, never rolled back."""
 
-import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-KeysValues: TypeAlias = tuple[
-    Float[Tensor, "batch kv_heads slots head_dim"], Float[Tensor, "batch kv_heads slots head_dim"]
-]
+Heads: TypeAlias = Float[Tensor, "batch kv_heads slots head_dim"]
+KeysValues: TypeAlias = tuple[Heads, Heads]
 
 GROWTH = 256
 """Smallest step by which buffers grow; from four times of it on, they grow by a quarter."""
 
 
-class BlockContext:
-    """What the target's features became, per layer: position i of a row's text lies in slot i.
+@dataclass(slots=True)
+class LayerContext:
+    """What one layer holds: position `base + i` of a row's text lies in slot i.
 
-    Rows of a batch have lengths of their own. What lies behind a row's length is never read.
-
-    Args:
-        batch: rows.
-        device: where the buffers are.
+    Attributes:
+        window: positions before the anchor that are ever read; None for all.
+        base: position of the first slot; what lay before it was dropped.
+        buffers: keys and values, with room behind them.
     """
 
-    def __init__(self, batch: int, device: torch.device | str) -> None:
-        """Holds nothing yet."""
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._longest, self._lengths = 0, [0] * batch
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+    window: int | None
+    base: int = 0
+    buffers: tuple[Tensor, ...] = ()
 
     @property
-    def layers(
-        self,
-    ) -> list[KeysValues]:
-        """Keys and values of each layer, up to the longest row."""
-        return [(keys[:, :, : self._longest], values[:, :, : self._longest]) for keys, values in self._buffers]
+    def slots(self) -> int:
+        """Slots that the buffers have."""
+        return self.buffers[0].shape[2] if self.buffers else 0
 
-    def append(
-        self,
-        layers: list[KeysValues],
-        counts: Int[Tensor, " batch"],
-    ) -> None:
+    def reserve(self, like: KeysValues, shortest: int, longest: int) -> None:
+        """Makes room for texts of these lengths, dropping what is out of the window of all of them."""
+        if self.buffers and longest - self.base <= self.slots:
+            return
+        first = self.base if self.window is None else max(self.base, shortest - self.window)
+        size = longest - first + max(GROWTH, (longest - first) // 4)
+        grown = []
+        for part, rows in enumerate(like):
+            buffer = rows.new_zeros(*rows.shape[:2], size, rows.shape[3])
+            if self.buffers:
+                kept = self.buffers[part][:, :, first - self.base :]
+                buffer[:, :, : kept.shape[2]] = kept
+            grown.append(buffer)
+        self.base, self.buffers = first, tuple(grown)
+
+
+class BlockContext:
+    """What the target's features became, per layer.
+
+    Rows of a batch have lengths of their own. What lies behind a row's length is never read. A layer with a sliding
+    window holds its window and some room, whatever the length of the text.
+
+    Args:
+        windows: sliding window of each layer, None for full attention.
+        batch: rows.
+        device: where the buffers are.
+
+    Example:
+        >>> import torch
+        >>> from specdec.drafters.block import BlockContext
+        >>> context = BlockContext([None, 16], batch=1, device="cpu")
+        >>> rows = torch.zeros(1, 2, 1000, 8)
+        >>> context.append([(rows, rows), (rows, rows)], counts=torch.tensor([1000]))
+        >>> context.lengths, [layer.base for layer in context.layers]
+        (tensor([1000]), [0, 984])
+    """
+
+    def __init__(self, windows: Sequence[int | None], batch: int, device: torch.device | str) -> None:
+        """Holds nothing yet."""
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.layers = [LayerContext(window) for window in windows]
+        self._lengths = [0] * batch
+
+    def held(self, layer: LayerContext) -> KeysValues:
+        """Keys and values of a layer, up to the longest row."""
+        keys, values = (buffer[:, :, : max(self._lengths) - layer.base] for buffer in layer.buffers)
+        return keys, values
+
+    def append(self, layers: Sequence[KeysValues], counts: Int[Tensor, " batch"]) -> None:
         """Writes the first `counts[b]` new rows of each layer behind what a batch row holds."""
         kept = counts.tolist()
         lengths = [length + count for length, count in zip(self._lengths, kept, strict=True)]
-        self._reserve(layers, max(lengths))
-        new = layers[0][0].shape[2]
-        index = torch.arange(new, device=self.lengths.device)
-        batch, source = (index < counts.to(index.device)[:, None]).nonzero(as_tuple=True)
-        slots = self.lengths[batch] + source
-        for buffers, given in zip(self._buffers, layers, strict=True):
-            for buffer, rows in zip(buffers, given, strict=True):
-                buffer[batch, :, slots] = rows[batch, :, source].to(buffer.dtype)
-        self._lengths, self._longest = lengths, max(lengths)
-        self.lengths = self.lengths + counts.to(self.lengths.device)
-
-    def _reserve(self, layers: list[tuple[Tensor, Tensor]], slots: int) -> None:
-        """Makes room for so many slots."""
-        held = self._buffers[0][0].shape[2] if self._buffers else -1
-        if slots <= held:
-            return
-        size = slots + max(GROWTH, slots // 4)
-        old, self._buffers = self._buffers, []
-        for before, given in itertools.zip_longest(old, layers):
-            grown = []
-            for part, rows in enumerate(given):
-                buffer = rows.new_zeros(*rows.shape[:2], size, rows.shape[3])
-                if before is not None:
-                    buffer[:, :, : before[part].shape[2]] = before[part]
-                grown.append(buffer)
-            self._buffers.append((grown[0], grown[1]))
+        index = torch.arange(layers[0][0].shape[2], device=self.lengths.device)
+        counts = counts.to(index.device)
+        batch, source = (index < counts[:, None]).nonzero(as_tuple=True)
+        places = self.lengths[batch] + source
+        for layer, given in zip(self.layers, layers, strict=True):
+            layer.reserve(given, min(lengths), max(lengths))
+            inside = places >= layer.base
+            rows, new, slots = batch[inside], source[inside], places[inside] - layer.base
+            for buffer, heads in zip(layer.buffers, given, strict=True):
+                buffer[rows, :, slots] = heads[rows, :, new].to(buffer.dtype)
+        self._lengths = lengths
+        self.lengths = self.lengths + counts

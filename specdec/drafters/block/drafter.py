@@ -104,7 +104,7 @@ class BlockDrafter:
         self._vocab_size = context.vocab_size
         self._temperature = self._given_temperature or context.temperature or 1.0
         weight = self.model.norm.weight
-        self._context = BlockContext(context.tokens.shape[0], weight.device)
+        self._context = BlockContext(spec.windows, context.tokens.shape[0], weight.device)
         # Real tokens to the front of each row; the last one is the root, which has no features yet.
         counts = (context.mask.sum(-1) - 1).clamp_min(0)
         order = (~context.mask).to(torch.int64).sort(dim=-1, stable=True).indices[:, : int(counts.max())]

@@ -32,7 +32,7 @@ class BlockModel(BlockBackbone):
         ...     feature_size=16, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8,
         ...     vocab_size=50, draft_vocab_size=50, windows=(None,), causal=(False,), rope=Rope(1e4, 8),
         ...     own_embedding=True, own_head=True)
-        >>> model, context = BlockModel(spec), BlockContext(batch=1, device="cpu")
+        >>> model, context = BlockModel(spec), BlockContext([None], batch=1, device="cpu")
         >>> model.extend(context, features=torch.randn(1, 5, 32), counts=torch.tensor([5]))
         >>> hidden = model.slots(torch.tensor([7]), context, rows=4)
         >>> hidden.shape, model.logits(hidden).shape

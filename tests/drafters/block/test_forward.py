@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import drafters
-from specdec.drafters.block import BlockContext, BlockDrafter
+from specdec.drafters.block import BlockContext, BlockDrafter, context
 from specdec.protocols import DraftContext
 from specdec.types import Frontier
 from tests import helpers
@@ -57,10 +57,10 @@ def test_slots_and_logits(pair: Any, lengths: list[int], extra: int, seed: int) 
     anchors = [(7 * seed + index) % 97 for index in range(len(lengths))]
     features = start(drafter, lengths, anchors, seed)
     rows = drafter.model.spec.block_size + extra
-    context = drafter._context
-    assert context is not None
+    held = drafter._context
+    assert held is not None
     with torch.no_grad():
-        hidden = drafter.model.slots(torch.tensor(anchors), context, rows)
+        hidden = drafter.model.slots(torch.tensor(anchors), held, rows)
         logits = drafter.model.logits(hidden)
     for index, anchor in enumerate(anchors):
         wanted = expected(written, features[index], anchor, rows)
@@ -142,5 +142,29 @@ def test_every_tensor_counts(dialect: str, tmp_path: Path) -> None:
     assert torch.equal(outcome(), before)
 
 
-def test_a_text_without_features_has_an_empty_context() -> None:
-    assert BlockContext(2, "cpu").layers == []
+@pytest.mark.parametrize("dialect", ["dflash_nested", "dflash2", "speculators_dspark"])
+def test_a_window_is_all_that_is_kept(dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts that grow unevenly, in small steps: the outputs are those of the whole text, the buffers stay small."""
+    monkeypatch.setattr(context, "GROWTH", 3)
+    written = write(tmp_path, dialect)
+    model = drafters.from_pretrained(written.folder, helpers.model()).model
+    features = torch.randn(2, 60, model.fc.in_features, dtype=torch.float64)
+    kept, anchors, lengths = BlockContext(model.spec.windows, 2, "cpu"), torch.tensor([11, 12]), [0, 0]
+    for step in ([4, 2], [0, 3], [5, 1], [1, 1], [3, 6], [0, 4], [6, 2], [2, 5], [5, 5], [4, 6]):
+        new = torch.stack(
+            [
+                torch.nn.functional.pad(rows[length : length + count], (0, 0, 0, 6 - count), value=torch.nan)
+                for rows, length, count in zip(features, lengths, step, strict=True)
+            ]
+        )
+        lengths = [length + count for length, count in zip(lengths, step, strict=True)]
+        with torch.no_grad():
+            model.extend(kept, new, torch.tensor(step))
+            hidden = model.slots(anchors, kept, 6)
+        for row, length in enumerate(lengths):
+            wanted = expected(written, features[row, :length], int(anchors[row]), 6)
+            torch.testing.assert_close(hidden[row], wanted.hidden, **CLOSE)
+    for layer in kept.layers:
+        bounded = layer.window is not None
+        assert (layer.base > 0) == bounded
+        assert layer.slots < (max(lengths) - 10 if bounded else 60)

@@ -28,7 +28,7 @@ def test_outputs_and_greedy_path(dialect: str, tmp_path: Path) -> None:
     features, anchor, rows = torch.randn(1, 9, ours.model.fc.in_features, dtype=torch.float64), torch.tensor([11]), 6
     tokens = torch.full((1, rows), ours.model.spec.mask_token_id)
     tokens[:, 0] = anchor
-    context = BlockContext(1, "cpu")
+    context = BlockContext(ours.model.spec.windows, 1, "cpu")
     with torch.no_grad():
         ours.model.extend(context, features, torch.tensor([9]))
         hidden = ours.model.slots(anchor, context, rows)
