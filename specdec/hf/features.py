@@ -1,8 +1,31 @@
 """Hidden states of committed tokens, kept from the prompt on until a drafter that reads them starts."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+
+def joined(output: Any, layers: Sequence[int]) -> Float[Tensor, "batch rows features"]:
+    """The hidden states of some layers, side by side."""
+    return torch.cat([output.hidden_states[layer] for layer in layers], -1)
+
+
+@contextmanager
+def hidden_states(model: torch.nn.Module, layers: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Collects the states of some layers from every forward of a model; of none, nothing is watched."""
+    found: list[Tensor] = []
+    if not layers:
+        yield found
+        return
+    handle = model.register_forward_hook(lambda _, __, output: found.append(joined(output, layers)))
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 class FeatureRecord:

@@ -5,6 +5,7 @@ a tree runs as one batch of rows whose mask holds the committed slots and each n
 ids are the root's position plus the depth.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -19,7 +20,7 @@ from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
 from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose, obstacle
 from specdec.hf.cache import RowCache, check_loadable
-from specdec.hf.features import FeatureRecord
+from specdec.hf.features import FeatureRecord, hidden_states, joined
 from specdec.kv import KVCacheConfig
 from specdec.trees import topology
 from specdec.types import DraftTree, TargetOutput
@@ -138,11 +139,15 @@ class ModelTarget:
         kwargs["use_cache"] = True
         kwargs["logits_to_keep"] = 1
         kwargs.update(self._output_kwargs())
-        output = compat.prefill(support.plain(self.model), self._input_ids, self._generation_config, kwargs)
+        model: Any = support.plain(self.model)
+        with hidden_states(model, self._features) as chunks:
+            output = compat.prefill(model, self._input_ids, self._generation_config, kwargs)
         self.cache.end_prefill(self._batch, self._device)
         packed = self._pack(output, output.logits[:, -1:])
-        if self._record is not None and packed.features is not None:
-            self._record.prompt(packed.features)
+        if self._record is not None:
+            features = torch.cat(chunks, 1)  # a prompt may be run in chunks, whose states the output does not join
+            self._record.prompt(features)
+            packed = dataclasses.replace(packed, features=features)
         return packed
 
     def verify(self, tree: DraftTree) -> TargetOutput:
@@ -299,8 +304,6 @@ class ModelTarget:
             obstacle = f"those of the {past} tokens in the given cache are not known; pass the whole text instead"
         elif self._kwargs.get("inputs_embeds") is not None:
             obstacle = "inputs_embeds= has no token ids to go with them"
-        elif self._generation_config.prefill_chunk_size is not None:
-            obstacle = "prefill_chunk_size= keeps those of the last chunk only"
         if obstacle:
             raise UnsupportedError(f"the drafter reads hidden states {self._features}: {obstacle}.")
 
@@ -343,7 +346,7 @@ class ModelTarget:
     def _pack(self, output: Any, logits: Tensor) -> TargetOutput:
         features = None
         if self._features:
-            features = torch.cat([output.hidden_states[layer] for layer in self._features], -1)
+            features = joined(output, self._features)
         return TargetOutput(
             logits=logits,
             features=features,

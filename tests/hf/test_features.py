@@ -66,13 +66,13 @@ class Late:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("waits", [0, 3])
-def test_features_are_the_hidden_states_of_the_committed_text(family: str, waits: int) -> None:
-    """Whatever round a drafter starts in, and whatever was rejected before."""
+@pytest.mark.parametrize(("waits", "chunk"), [(0, None), (3, None), (0, 4)])
+def test_features_are_the_hidden_states_of_the_committed_text(family: str, waits: int, chunk: int | None) -> None:
+    """Whatever round a drafter starts in, whatever was rejected before, and in however many chunks the prompt ran."""
     target, witness = helpers.model(family), Witness()
     generator = SpeculativeGenerator(target, witness, trees.BestFirst(24, branch=24), controller=Late(waits))
     request = {**helpers.batch(helpers.FOUR), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-    generator.generate(**request)
+    generator.generate(**request, prefill_chunk_size=chunk)
     assert generator.stats.accepted > 0
     for tokens, features in zip(witness.tokens, witness.features, strict=True):
         assert len(features) == len(tokens) - 1
@@ -101,7 +101,6 @@ def test_no_more_layers_are_kept_than_were_asked_for() -> None:
     [
         ((1, 9), {}, "hidden states 0 to"),
         ((-1,), {}, "hidden states 0 to"),
-        ((1,), {"prefill_chunk_size": 2}, "of the last chunk only"),
     ],
 )
 def test_features_that_cannot_be_had_are_refused(
