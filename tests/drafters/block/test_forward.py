@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec import drafters
+from specdec import drafters, trees
 from specdec.drafters.block import BlockContext, BlockDrafter, context
 from specdec.protocols import DraftContext
 from specdec.types import Frontier
@@ -28,6 +28,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return written, drafter
 
 
+@torch.no_grad()
 def expected(written: Written, features: torch.Tensor, anchor: int, rows: int) -> reference.Drafted:
     target = helpers.model()
     embed, head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
@@ -168,3 +169,39 @@ def test_a_window_is_all_that_is_kept(dialect: str, tmp_path: Path, monkeypatch:
         bounded = layer.window is not None
         assert (layer.base > 0) == bounded
         assert layer.slots < (max(lengths) - 10 if bounded else 60)
+
+
+@pytest.mark.parametrize("dialect", ["dflash2", "dspark_rnn", "dflash_flat"])
+@pytest.mark.parametrize("nodes", [7, 16, 40])
+def test_the_best_paths_are_drafted(dialect: str, nodes: int, tmp_path: Path) -> None:
+    """Growth level by level gives the tree that an enumeration of all paths, scored by the reference, gives."""
+    written = write(tmp_path, dialect)
+    drafter = drafters.from_pretrained(written.folder, helpers.model(), length=3, temperature=0.15)
+    features = start(drafter, [6], [11], 4)
+    wanted = expected(written, features[0], 11, drafter.model.spec.rows(3))
+    best: list[tuple[float, tuple[int, ...]]] = []
+
+    def enumerate_(path: tuple[int, ...], score: float) -> None:
+        if len(path) > 3:
+            return
+        ids, scores = law(wanted, written, len(path) - 1, list(path), drafter)
+        log_probs = (scores / 0.15).log_softmax(-1)
+        # No child beyond the budget can be among the best: its better siblings would be before it.
+        for rank in log_probs.argsort(descending=True, stable=True)[:nodes].tolist():
+            child = (*path, int(ids[rank]))
+            best.append((score + float(log_probs[rank]), child[1:]))
+            if score + float(log_probs[rank]) >= cut:
+                enumerate_(child, best[-1][0])
+
+    tree = trees.BestFirst(nodes).grow(drafter, torch.tensor([11]), torch.tensor([3]), nodes, vocab_size=97)
+    cut = float(tree.scores[tree.scores > -torch.inf].min()) - 1e-9
+    enumerate_((11,), 0.0)
+    chosen = {path for _, path in sorted(best, key=lambda item: -item[0])[:nodes]}
+    drafted = set()
+    for node in range(1, int(tree.num_nodes[0])):
+        path, place = (), node
+        while place > 0:
+            path, place = (int(tree.tokens[0, place]), *path), int(tree.parents[0, place])
+        drafted.add(path)
+    assert drafted == chosen
+    assert len({len(path) for path in drafted}) > 1, "the tree should have several levels"

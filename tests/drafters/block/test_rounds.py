@@ -189,3 +189,12 @@ def test_what_cannot_be_drafted_from_is_refused() -> None:
     features = torch.zeros(1, 3, own.model.fc.in_features, dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="embeds 97 tokens, the target has 120"):
         own.start(DraftContext(tokens, mask, 120, features=features))
+
+
+def test_beside_another_drafter_in_one_tree() -> None:
+    """Features reach the source that asked for them, and its answers are merged with the other's."""
+    both = drafters.CombinedDrafter(drafter_of("llama", "dflash2"), drafters.SuffixDrafter())
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
+    made = helpers.speculate(helpers.model(), both, trees.BestFirst(12, branch=3), **request)
+    assert made.output.tolist() == helpers.text("ragged", NEW).tolist()
+    assert both.feature_layers == (1, 2)
