@@ -9,11 +9,14 @@ of Gemma-4-26B-A4B. How SmolLM2's texts compare with plain greedy decoding is pa
 """
 
 import argparse
+import functools
+import itertools
 import json
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import report
 import torch
@@ -22,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
 from specdec import SpeculativeGenerator, drafters, trees
+from specdec.hf import device_rounds
 
 LLAMA_8B: dict[str, Any] = {
     "hidden_size": 4096,
@@ -210,7 +214,10 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     """Wall time of steady rounds beside the time of their kernels, by kind."""
     walls: list[float] = []
     last = time.perf_counter()
-    for round in generator.rounds(prompt, max_new_tokens=400, do_sample=False, pad_token_id=0):
+    # Enough to be left when the rounds are profiled: where nothing may be committed, the tree is empty, and the rows of
+    # an empty tree are all alike, which few experts serve.
+    tokens = 100 * (generator.tree.nodes + 1)
+    for round in generator.rounds(prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=0):
         now = time.perf_counter()
         walls.append(now - last)
         last = now
@@ -282,13 +289,37 @@ def llama(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def gemma(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Gemma-4-26B-A4B, 7 rows; of the experts, those that its rows touch if routing is uniform."""
+    """Gemma-4-26B-A4B, 7 rows; of the experts, those that the rows of its rounds touch."""
     with torch.device("cuda"):
         model = Gemma4ForCausalLM._from_config(Gemma4TextConfig(**GEMMA4_26B), dtype=torch.bfloat16).eval()
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
-    touched = 1 - (1 - 8 / 128) ** 7
-    return shape("gemma4_26b_shape", model, 6, not arguments.plain, 2 * (dense + touched * experts) / bandwidth())
+    touched = experts_touched(model, 6, torch.randint(1000, 100_000, (1, 1_024), device="cuda"))
+    share = touched / GEMMA4_26B["num_experts"]
+    figures = shape("gemma4_26b_shape", model, 6, not arguments.plain, 2 * (dense + share * experts) / bandwidth())
+    figures["gemma4_26b_shape.experts_touched"] = report.figure(touched, "experts", "128, mean over layers and rounds")
+    return figures
+
+
+def experts_touched(model: Any, nodes: int, prompt: torch.Tensor, count: int = 20) -> float:
+    """Mean number of experts that a layer reads in a round, counted in rounds that run step by step."""
+    seen: list[int] = []
+    handles = [
+        module.register_forward_pre_hook(lambda _, given: seen.append(int(given[1].unique().numel())))
+        for name, module in model.named_modules()
+        if name.endswith(".experts")
+    ]
+    generator = SpeculativeGenerator(model, tree=trees.BestFirst(nodes=nodes), execution="device")
+    stepped = functools.partial(device_rounds.device_rounds, capture=False)
+    with mock.patch.object(device_rounds, "device_rounds", stepped):
+        rounds = generator.rounds(prompt, max_new_tokens=2 * count * (nodes + 1), do_sample=False, pad_token_id=0)
+        next(rounds)  # the prompt, whose many rows touch all of them
+        seen.clear()
+        for _ in itertools.islice(rounds, count):
+            pass
+    for handle in handles:
+        handle.remove()
+    return sum(seen) / len(seen)
 
 
 def bandwidth() -> float:
