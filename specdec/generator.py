@@ -323,7 +323,10 @@ class SpeculativeGenerator:
                     target, ledger, self.drafter, self.tree, verifier, self.controller, nodes, config
                 )
                 if obstacle and self.execution == "device":
-                    raise UnsupportedError(f"execution='device' cannot serve this request: {obstacle.rstrip('.')}.")
+                    reason = obstacle.rstrip(".")
+                    raise UnsupportedError(
+                        f"execution='device' cannot serve this request: {reason}. execution='host' serves it."
+                    )
             return Request(
                 target=target,
                 ledger=ledger if obstacle else make_ledger(input_ids.cpu()),

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
+from specdec.drafters import BlockModel
 from specdec.errors import UnsupportedError
 
 
@@ -191,7 +192,8 @@ def check_part(name: str, part: Any, protocol: type) -> None:
     if isinstance(part, type):
         advice += f"; make one: {part.__name__}(...)"
     elif name == "drafter" and hasattr(part, "forward"):
-        advice += "; wrap a draft model: drafters.ModelDrafter(model)"
+        wrapper = "BlockDrafter" if isinstance(part, BlockModel) else "ModelDrafter"
+        advice += f"; wrap a draft model: drafters.{wrapper}(model)"
     raise UnsupportedError(f"{name}= got {part if isinstance(part, type) else type(part).__name__}, expected {advice}.")
 
 

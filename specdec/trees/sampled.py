@@ -116,6 +116,7 @@ class Sampled:
         def propose(frontier: Frontier, level: _shape.Level) -> tuple[Tensor, Tensor]:
             found = drafter.children(frontier, max(level.count, self._candidates))
             law = found.law(vocab_size)
+            law = law.to(laws[0].dtype) if laws else law  # sources of a combination may differ from level to level
             if law.shape[-1] != vocab_size:
                 raise ShapeError(
                     f"the drafter's probs are over {law.shape[-1]} tokens, the target has {vocab_size}: "

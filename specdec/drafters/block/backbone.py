@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specdec.drafters.block.context import BlockContext, KeysValues
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.rope import rotate
+from specdec.errors import ShapeError
 
 
 class RMSNorm(nn.Module):
@@ -224,7 +225,29 @@ class BlockBackbone(nn.Module):
     def extend(
         self, context: BlockContext, features: Float[Tensor, "batch rows features"], counts: Int[Tensor, " batch"]
     ) -> None:
-        """Appends the first `counts[b]` features of each row to the context, at the positions that follow."""
+        """Appends the first `counts[b]` features of each row to the context, at the positions that follow.
+
+        Args:
+            context: what is appended to.
+            features: states of the target, those of `feature_layers` side by side.
+            counts: how many of each row are real.
+
+        Raises:
+            ShapeError: if these do not fit each other or the drafter.
+        """
+        width, windows = self.fc.in_features, tuple(layer.window for layer in context.layers)
+        batch = context.lengths.shape[0]
+        if features.shape[::2] != (batch, width) or counts.shape != (batch,):
+            states = f"{len(self.spec.feature_layers)} states of {self.spec.feature_size} numbers side by side"
+            raise ShapeError(
+                f"features {list(features.shape)} and counts {list(counts.shape)} for a context of batch {batch}; "
+                f"expected {states}: [{batch}, rows, {width}] and [{batch}]. Was the drafter made for this target?"
+            )
+        if windows != self.spec.windows or int(counts.max()) > features.shape[1] or int(counts.min()) < 0:
+            raise ShapeError(
+                f"a context with windows {windows} and counts {counts.tolist()} of {features.shape[1]} features; "
+                f"expected windows {self.spec.windows} (see BlockModel.context) and counts from 0 on, to as many."
+            )
         encoded = self.hidden_norm(self.fc(features))
         positions = context.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         tables = self.spec.rope.tables(positions, encoded.dtype)

@@ -8,6 +8,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specdec.errors import SpecdecError
+
 Heads: TypeAlias = Float[Tensor, "batch kv_heads slots head_dim"]
 KeysValues: TypeAlias = tuple[Heads, Heads]
 
@@ -79,6 +81,8 @@ class BlockContext:
 
     def held(self, layer: LayerContext) -> KeysValues:
         """Keys and values of a layer, up to the longest row."""
+        if not layer.buffers:
+            raise SpecdecError("the context was never extended; extend it with features, of 0 rows if there are none.")
         keys, values = (buffer[:, :, : max(self._lengths) - layer.base] for buffer in layer.buffers)
         return keys, values
 

@@ -8,6 +8,7 @@ nothing of the block itself is kept.
 
 import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -61,9 +62,12 @@ class BlockDrafter:
         temperature: float | None = None,
     ) -> None:
         """Remembers the model; runs nothing."""
-        spec = model.spec
-        if length is not None and length < 1:
-            raise UnsupportedError(f"BlockDrafter: length must be 1 or more, got {length}.")
+        given: Any = model
+        if not isinstance(given, BlockModel):
+            raise UnsupportedError(f"BlockDrafter: model must be a BlockModel, got {type(given).__name__}.")
+        spec, given = model.spec, length
+        if given is not None and (not isinstance(given, int) or given < 1):
+            raise UnsupportedError(f"BlockDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
         if temperature is not None and not temperature > 0:
             raise UnsupportedError(f"BlockDrafter: temperature must be above 0, got {temperature}.")
         if to_target is None and spec.draft_vocab_size != spec.vocab_size:
@@ -74,6 +78,8 @@ class BlockDrafter:
             raise ShapeError(
                 f"BlockDrafter: to_target must give {spec.draft_vocab_size} ids, got {list(to_target.shape)}."
             )
+        if to_target is not None and not 0 <= int(to_target.min()) <= int(to_target.max()) < spec.vocab_size:
+            raise UnsupportedError(f"BlockDrafter: to_target must hold ids from 0 to {spec.vocab_size - 1}.")
         self.model, self.length = model.eval(), length or spec.slots(spec.block_size)
         self.to_target, self._given_temperature = to_target, temperature
         self._context: BlockContext | None = None
@@ -82,7 +88,7 @@ class BlockDrafter:
 
     def __repr__(self) -> str:
         spec = self.model.spec
-        return f"<BlockDrafter: {spec.family}, {len(spec.windows)} layers, blocks of {self.length}>"
+        return f"<BlockDrafter: {spec.family}, {len(spec.windows)} layers, drafts {self.length} tokens>"
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -98,17 +104,24 @@ class BlockDrafter:
         spec = self.model.spec
         if context.features is None:
             raise UnsupportedError(f"{self!r} reads features of layers {spec.feature_layers}; the request has none.")
-        if context.vocab_size > spec.vocab_size and self.model.embed_tokens is not None:
-            raise UnsupportedError(f"{self!r} embeds {spec.vocab_size} tokens, the target has {context.vocab_size}.")
+        self.model.check_complete()
+        if context.vocab_size != spec.vocab_size:
+            raise UnsupportedError(
+                f"{self!r} was made for {spec.vocab_size} tokens, the target has {context.vocab_size}."
+            )
         self._device = context.tokens.device
         self._vocab_size = context.vocab_size
         self._temperature = self._given_temperature or context.temperature or 1.0
-        weight = self.model.norm.weight
-        self._context = BlockContext(spec.windows, context.tokens.shape[0], weight.device)
+        self._context = self.model.context(context.tokens.shape[0])
         # Real tokens to the front of each row; the last one is the root, which has no features yet.
         counts = (context.mask.sum(-1) - 1).clamp_min(0)
         order = (~context.mask).to(torch.int64).sort(dim=-1, stable=True).indices[:, : int(counts.max())]
         features = context.features.to(order.device)
+        if features.shape[1] + 1 < int(context.mask.shape[1]):
+            raise ShapeError(
+                f"{self!r} was given features of {features.shape[1]} columns for {context.mask.shape[1]} tokens; "
+                "expected those of all tokens but the last."
+            )
         features = features.gather(1, order[:, :, None].expand(-1, -1, features.shape[-1]))
         self._extend(features, counts)
         self._block = None
@@ -116,11 +129,6 @@ class BlockDrafter:
     @torch.no_grad()
     def _extend(self, features: Float[Tensor, "batch rows features"], counts: Int[Tensor, " batch"]) -> None:
         weight = self.model.norm.weight
-        if features.shape[-1] != self.model.fc.in_features:
-            raise ShapeError(
-                f"{self!r} reads {len(self.feature_layers)} states of {self.model.spec.feature_size} numbers, got "
-                f"features of {features.shape[-1]}."
-            )
         self.model.extend(self._started(), features.to(weight), counts.to(weight.device))
 
     @torch.no_grad()
@@ -138,31 +146,18 @@ class BlockDrafter:
         if frontier.depth >= self.length:
             none = frontier.tokens[:, :, None]
             return Candidates(none, torch.full(none.shape, -torch.inf, device=none.device))
-        tokens, scores = self._scores(block, frontier, device)
+        slot, states = frontier.depth, block.states
+        if states is not None:
+            parents = frontier.parents.to(device).clamp_min(0)
+            states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
+        previous = frontier.tokens.to(device)
+        ids, scores, block.states = self.model.scores(block.hidden[:, slot], block.logits[:, slot], previous, states)
+        if ids is None and self.to_target is not None:
+            ids = self.to_target.to(device).expand(*scores.shape[:2], -1)
         log_probs = (scores / self._temperature).log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         top, ranks = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
-        chosen = ranks if tokens is None else tokens.gather(-1, ranks)
-        return Candidates(chosen.to(self._device), top.to(self._device), self._law(tokens, log_probs.exp()))
-
-    def _scores(
-        self, block: _Block, frontier: Frontier, device: torch.device
-    ) -> tuple[Int[Tensor, "batch frontier rank"] | None, Float[Tensor, "batch frontier rank"]]:
-        """Target ids of what a slot can propose at each node (None for all ids in order), and their scores."""
-        slot, nodes = frontier.depth, frontier.tokens.shape[1]
-        hidden, logits, previous = block.hidden[:, slot], block.logits[:, slot], frontier.tokens.to(device)
-        if self.model.candidate_selector is not None:
-            tokens, scores = self.model.candidate_selector(hidden, logits, previous)
-            return tokens, scores
-        scores = logits[:, None].expand(-1, nodes, -1)
-        if self.model.markov_head is not None:
-            states = block.states
-            if states is not None:
-                parents = frontier.parents.to(device).clamp_min(0)
-                states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
-            bias, block.states = self.model.markov_head(hidden, previous, states)
-            scores = scores + bias
-        ids = None if self.to_target is None else self.to_target.to(device).expand(*scores.shape[:2], -1)
-        return ids, scores
+        chosen = ranks if ids is None else ids.gather(-1, ranks)
+        return Candidates(chosen.to(self._device), top.to(self._device), self._law(ids, log_probs.exp()))
 
     def _law(
         self, tokens: Int[Tensor, "batch frontier rank"] | None, probs: Float[Tensor, "batch frontier rank"]

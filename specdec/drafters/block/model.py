@@ -1,7 +1,7 @@
 """A block drafter's weights: the backbone, its heads, and what it owns of an embedding and an output head."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -11,7 +11,7 @@ from specdec.drafters.block.backbone import BlockBackbone
 from specdec.drafters.block.context import BlockContext
 from specdec.drafters.block.heads import CandidateSelector, ConfidenceHead, MarkovHead
 from specdec.drafters.block.spec import BlockSpec
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 
 Rows = Callable[[Tensor], Tensor]
 """An embedding (ids to rows) or an output head (rows to logits)."""
@@ -25,14 +25,15 @@ class BlockModel(BlockBackbone):
 
     Example:
         >>> import torch
-        >>> from specdec.drafters.block import BlockContext, BlockModel, BlockSpec
+        >>> from specdec.drafters.block import BlockModel, BlockSpec
         >>> from specdec.drafters.rope import Rope
         >>> spec = BlockSpec(
         ...     family="dflash", layout="fill_in", block_size=4, mask_token_id=0, feature_layers=(1, 2),
         ...     feature_size=16, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, head_dim=8,
         ...     vocab_size=50, draft_vocab_size=50, windows=(None,), causal=(False,), rope=Rope(1e4, 8),
         ...     own_embedding=True, own_head=True)
-        >>> model, context = BlockModel(spec), BlockContext([None], batch=1, device="cpu")
+        >>> model = BlockModel(spec)
+        >>> context = model.context(batch=1)
         >>> model.extend(context, features=torch.randn(1, 5, 32), counts=torch.tensor([5]))
         >>> hidden = model.slots(torch.tensor([7]), context, rows=4)
         >>> hidden.shape, model.logits(hidden).shape
@@ -50,15 +51,49 @@ class BlockModel(BlockBackbone):
         self.confidence_head = ConfidenceHead(spec.hidden_size + extra) if spec.confidence else None
         self._borrowed: dict[str, Rows] = {}
 
-    def borrow(self, *, embedding: Rows | None = None, head: Rows | None = None) -> None:
-        """Takes an embedding, or an output head, of somebody else. They are called, not copied, and not registered."""
-        found = {"embedding": embedding, "head": head}
-        self._borrowed |= {name: given for name, given in found.items() if given is not None}
+    def borrow(self, target: Any) -> "BlockModel":
+        """Takes from a target what the drafter has not of its own, its embedding and output head; returns the model.
 
-    def _part(self, name: str, own: nn.Module | None) -> Rows:
-        if own is None and name not in self._borrowed:
-            raise UnsupportedError(f"the drafter has no {name} of its own; pass the target's: borrow({name}=...).")
-        return cast(Rows, own) if own is not None else self._borrowed[name]
+        They are used where they are: not copied, not registered, in their own dtype.
+
+        Args:
+            target: a model with `get_input_embeddings` and `get_output_embeddings`.
+
+        Raises:
+            UnsupportedError: if their sizes are not those that the drafter needs.
+        """
+        spec, head = self.spec, target.get_output_embeddings()
+        embedding = target.get_input_embeddings().weight
+        for name, own, found, rows in (
+            ("an embedding", self.embed_tokens, embedding, spec.vocab_size),
+            ("an output head", self.lm_head, head.weight, spec.draft_vocab_size),
+        ):
+            if own is None and tuple(found.shape) != (rows, spec.hidden_size):
+                raise UnsupportedError(
+                    f"the drafter borrows {name} of {rows} x {spec.hidden_size}, the target's is "
+                    f"{' x '.join(map(str, found.shape))}."
+                )
+
+        def embed(tokens: Tensor) -> Tensor:
+            return nn.functional.embedding(tokens.to(embedding.device), embedding)  # some models' own modules scale
+
+        def project(hidden: Tensor) -> Tensor:
+            return cast(Tensor, head(hidden.to(head.weight)).to(hidden.device))
+
+        self._borrowed = {"embedding": embed, "output head": project}
+        return self
+
+    def check_complete(self) -> None:
+        """Raises `UnsupportedError` if something is neither the drafter's own nor borrowed."""
+        for name, own in (("embedding", self.embed_tokens), ("output head", self.lm_head)):
+            if own is None and name not in self._borrowed:
+                raise UnsupportedError(
+                    f"the drafter has no {name} of its own; take the target's: model.borrow(target)."
+                )
+
+    def context(self, batch: int = 1) -> BlockContext:
+        """An empty context for texts of so many rows."""
+        return BlockContext(self.spec.windows, batch, self.norm.weight.device)
 
     def slots(
         self, anchors: Int[Tensor, " batch"], context: BlockContext, rows: int
@@ -69,17 +104,55 @@ class BlockModel(BlockBackbone):
             anchors: last committed token of each row, whose features the context does not hold.
             context: the committed text before it.
             rows: the anchor and mask tokens.
+
+        Raises:
+            ShapeError: if there is no slot, or the batch is not that of the context.
         """
+        self.check_complete()
+        if self.spec.slots(rows) < 1 or anchors.shape != context.lengths.shape:
+            raise ShapeError(
+                f"slots: anchors {list(anchors.shape)} and {rows} rows for a context of batch "
+                f"{context.lengths.shape[0]}; expected as many anchors, and {self.spec.rows(1)} rows or more."
+            )
         tokens = torch.full((anchors.shape[0], rows), self.spec.mask_token_id, device=anchors.device)
         tokens[:, 0] = anchors
-        embedded = self._part("embedding", self.embed_tokens)(tokens) * self.spec.embedding_scale
-        hidden: Tensor = self(embedded.to(self.norm.weight.dtype), context)
+        embed: Rows = self.embed_tokens or self._borrowed["embedding"]
+        hidden: Tensor = self((embed(tokens) * self.spec.embedding_scale).to(self.norm.weight), context)
         return hidden[:, 1:] if self.spec.layout == "fill_in" else hidden
 
     def logits(self, hidden: Float[Tensor, "batch slots hidden"]) -> Float[Tensor, "batch slots vocab"]:
         """Logits of the slots before any of them knows the token before it."""
-        logits = self._part("head", self.lm_head)(hidden) * self.spec.output_multiplier
+        self.check_complete()
+        logits = (self.lm_head or self._borrowed["output head"])(hidden) * self.spec.output_multiplier
         return logits if self.spec.softcap is None else (logits / self.spec.softcap).tanh() * self.spec.softcap
+
+    def scores(
+        self,
+        hidden: Float[Tensor, "batch hidden"],
+        logits: Float[Tensor, "batch vocab"],
+        previous: Int[Tensor, "batch paths"],
+        state: Float[Tensor, "batch paths markov"] | None = None,
+    ) -> tuple[Int[Tensor, "batch paths rank"] | None, Float[Tensor, "batch paths rank"], Tensor | None]:
+        """What one slot proposes after each of several tokens.
+
+        Args:
+            hidden: the slot's output.
+            logits: its logits.
+            previous: tokens that may stand before it.
+            state: what this returned for the paths before those tokens; None at the anchor.
+
+        Returns:
+            Draft ids (None for all, in order), their scores (a softmax gives the law), and the state of each path,
+            which an `rnn` Markov head needs for the next slot.
+        """
+        if self.candidate_selector is not None:
+            tokens, scores = self.candidate_selector(hidden, logits, previous)
+            return tokens, scores, None
+        scores = logits[:, None].expand(-1, previous.shape[1], -1)
+        if self.markov_head is None:
+            return None, scores, None
+        bias, state = self.markov_head(hidden, previous, state)
+        return None, scores + bias, state
 
     def confidence(
         self, hidden: Float[Tensor, "batch hidden"], previous: Int[Tensor, "batch paths"]

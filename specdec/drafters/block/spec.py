@@ -1,7 +1,7 @@
 """What a block drafter is, in one explicit description that every published format is translated into."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from specdec.drafters.rope import Rope
 from specdec.errors import UnsupportedError
@@ -99,8 +99,31 @@ class BlockSpec:
     def _demands(self) -> list[tuple[str, bool]]:
         layers = len(self.windows)
         return [
+            (f"family {self.family!r} must be {', '.join(get_args(Family))}", self.family in get_args(Family)),
+            (f"layout {self.layout!r} must be {' or '.join(get_args(Layout))}", self.layout in get_args(Layout)),
+            (f"window_from {self.window_from!r} must be query or anchor", self.window_from in get_args(WindowRule)),
+            (
+                f"markov_kind {self.markov_kind!r} must be {', '.join(get_args(MarkovKind))}",
+                self.markov_kind in get_args(MarkovKind),
+            ),
+            (
+                f"confidence {self.confidence!r} must be hidden, hidden_token or None",
+                self.confidence in ("hidden", "hidden_token", None),
+            ),
+            (
+                f"selector_rank {self.selector_rank} and markov_rank {self.markov_rank} do not belong to {self.family}",
+                (self.selector_rank > 0) == (self.family == "dflash2")
+                and (self.markov_rank == 0 or self.family == "dspark"),
+            ),
+            (
+                f"rope turns {self.rope.dim} numbers of heads of {self.head_dim}",
+                self.rope.dim <= self.head_dim,
+            ),
             (f"block_size {self.block_size} leaves no slot to draft", self.slots(self.block_size) >= 1),
-            (f"{len(self.causal)} causal flags for {layers} layers", len(self.causal) == layers),
+            (
+                f"windows has an entry for {layers} layers, causal for {len(self.causal)}",
+                len(self.causal) == layers > 0,
+            ),
             (
                 f"windows {self.windows} must be None or above 0",
                 all(window is None or window > 0 for window in self.windows),
@@ -135,9 +158,8 @@ class BlockSpec:
                 "an rnn Markov head needs slots that predict the token after them (anchor_first)",
                 self.markov_rank == 0 or self.markov_kind != "rnn" or self.layout == "anchor_first",
             ),
-            ("a selector and a Markov head exclude each other", self.selector_rank == 0 or self.markov_rank == 0),
             (
-                "confidence_head_with_markov needs a Markov head",
+                "confidence 'hidden_token' needs a Markov head (markov_rank above 0)",
                 self.confidence != "hidden_token" or self.markov_rank > 0,
             ),
         ]

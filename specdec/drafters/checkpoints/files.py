@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from specdec.errors import UnsupportedError
 
@@ -36,11 +36,15 @@ class CheckpointFiles:
             raise UnsupportedError(f"{path} is not JSON: {error}.") from None
         self._files: dict[str, Path] = {}
         for file in self._weight_files():
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
-                    if name in self._files:
-                        raise UnsupportedError(f"{folder} has the tensor {name!r} in two files.")
-                    self._files[name] = file
+            try:
+                with safe_open(file, framework="pt") as tensors:
+                    names = list(tensors.keys())
+            except SafetensorError as error:
+                raise UnsupportedError(f"{file} cannot be read: {error}.") from None
+            twice = next((name for name in names if name in self._files), None)
+            if twice is not None:
+                raise UnsupportedError(f"{folder} has the tensor {twice!r} in two files.")
+            self._files |= dict.fromkeys(names, file)
 
     def _weight_files(self) -> list[Path]:
         index = self.folder / INDEX
@@ -80,5 +84,10 @@ def open_checkpoint(path_or_repo: str | Path, *, revision: str | None = None) ->
         if isinstance(path_or_repo, Path) or str(path_or_repo).count("/") != 1:
             raise UnsupportedError(f"{path_or_repo!s} is neither a folder nor a repository ('owner/name').")
         patterns = ["*.json", "*.safetensors"]
-        folder = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))
+        try:
+            folder = Path(snapshot_download(str(path_or_repo), revision=revision, allow_patterns=patterns))
+        except (OSError, ValueError) as error:
+            raise UnsupportedError(
+                f"there is no folder {str(path_or_repo)!r} here, and no repository of the Hub could be had: {error}"
+            ) from error
     return CheckpointFiles(folder)

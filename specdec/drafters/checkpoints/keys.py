@@ -1,5 +1,6 @@
 """Reading a configuration so that nothing in it is overlooked: every key is read, known to say nothing, or named."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,11 +47,12 @@ SILENT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Where a field of the specification came from: a key, or a rule where the key was missing."""
+    """Where a value came from: a key of the configuration, or, if `assumed`, a rule where the key was missing."""
 
     field: str
     value: Any
     source: str
+    assumed: bool = False
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class Keys:
             return found
         if default is ABSENT:
             raise UnsupportedError(f"config.json has no {name!r}, which the drafter cannot do without.")
-        self.notes[name] = Note(name, default, why or "default")
+        self.notes[name] = Note(name, default, why or "default", assumed=True)
         return default
 
     def integer(self, name: str, default: Any = ABSENT, **options: Any) -> int:
@@ -137,9 +139,11 @@ class Keys:
 
     def unknown(self) -> list[str]:
         """Keys that nobody asked for and that are not known to say nothing."""
-        return sorted(
-            f"{part}{key}"
-            for part, values in self.parts.items()
-            for key in values
-            if (part, key) not in self._asked and key not in SILENT
-        )
+        known = [*self.notes, *SILENT]
+        found = []
+        for part, values in self.parts.items():
+            for key in values:
+                if (part, key) not in self._asked and key not in SILENT:
+                    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+                    found.append(f"{part}{key}" + (f" (is {close[0]} meant?)" if close else ""))
+        return sorted(found)

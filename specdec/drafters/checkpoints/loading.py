@@ -1,13 +1,13 @@
 """Published drafters as drafters: what is in a checkpoint is understood whole, or refused by name."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
 from specdec.drafters.checkpoints import block
@@ -25,6 +25,14 @@ RENAMED = {
     "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
 }
 """Names that some publishers give to parameters, and ours."""
+
+
+HEADS = {
+    "conv_kernel_size": ("conv_group_size",),
+    "selector_rank": ("selector_top_k",),
+    "markov_rank": ("markov_kind", "confidence"),
+}
+"""Fields that say whether a drafter has a part, and fields that concern it alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +58,19 @@ class Inspection:
     unknown: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.source.name}: {self.spec.family} in the format of {self.dialect}"]
-        lines += [f"  {name:22} {getattr(self.spec, name)}" for name in BlockSpec.__dataclass_fields__]
-        lines.append(f"  borrowed               {', '.join(self.borrowed) or 'nothing'}")
-        lines.append("read from config.json:")
-        lines += [f"  {note.field:26} {note.value!s:24} {note.source}" for note in self.notes]
+        spec, hidden = self.spec, set[str]()
+        for part, names in HEADS.items():
+            hidden |= set() if getattr(spec, part) else {part, *names}
+        lines = [f"{self.source.name}: {spec.family} in the format of {self.dialect}", "  what it is"]
+        shown = [name for name in BlockSpec.__dataclass_fields__ if name not in hidden]
+        lines += [f"    {name:24} {getattr(spec, name)}" for name in shown]
+        lines.append(f"    {'borrowed':24} {', '.join(self.borrowed) or 'nothing'}")
+        for title, assumed in (("assumed, since config.json does not say it", True), ("read from config.json", False)):
+            notes = [note for note in self.notes if note.assumed == assumed]
+            lines += [f"  {title}"] if notes else []
+            lines += [f"    {note.field:24} {note.value!s:16} {note.source}" for note in notes]
         if self.unknown:
-            lines.append(f"not understood, without effect: {', '.join(self.unknown)}")
+            lines.append(f"  not understood, without effect: {', '.join(self.unknown)}")
         return "\n".join(lines)
 
 
@@ -109,39 +123,35 @@ def from_pretrained(
         >>> drafter = drafters.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target)  # doctest: +SKIP
         >>> generator = SpeculativeGenerator(target, drafter, trees.BestFirst(nodes=31))  # doctest: +SKIP
     """
+    if not all(hasattr(target, name) for name in ("config", "get_input_embeddings", "get_output_embeddings")):
+        raise UnsupportedError(f"from_pretrained: target= takes a transformers model, got {type(target).__name__}.")
+    if dtype is not None and not dtype.is_floating_point:
+        raise UnsupportedError(f"from_pretrained: dtype must be a floating-point torch.dtype, got {dtype!r}.")
     files = open_checkpoint(path_or_repo, revision=revision)
     config = target.config.get_text_config()
     found, names = _understand(files, int(config.hidden_size))
     if found.unknown:
         logger.warning("%s: keys not understood, without effect: %s", found.source.name, ", ".join(found.unknown))
-    embedding, head = target.get_input_embeddings(), target.get_output_embeddings()
-    _check_target(found, int(config.num_hidden_layers), embedding.weight, head.weight)
+    like = target.get_input_embeddings().weight
+    _check_target(found, int(config.num_hidden_layers), int(target.get_output_embeddings().weight.shape[0]))
     with torch.device("meta"):
         model = BlockModel(found.spec)
     tensors, maps = dict[str, Tensor](), dict[str, Tensor]()
-    like = embedding.weight
     for name, tensor in files.tensors():
         if name in MAPS:
             maps[name] = tensor
+        elif not tensor.is_floating_point():
+            raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected floating point.")
         else:
             tensors[names[name]] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False)
-    model.borrow(
-        embedding=None if found.spec.own_embedding else _raw_embedding(embedding),
-        head=None if found.spec.own_head else head,
-    )
+    try:
+        model.borrow(target)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{found.source.name} was not made for this target: {error}") from None
     to_target = _target_ids(maps, found.spec)
     return BlockDrafter(model, length=length, to_target=to_target, temperature=temperature)
-
-
-def _raw_embedding(module: Any) -> Callable[[Tensor], Tensor]:
-    """Rows of an embedding's matrix; some models' own modules scale them."""
-
-    def embed(tokens: Tensor) -> Tensor:
-        return nn.functional.embedding(tokens.to(module.weight.device), module.weight)
-
-    return embed
 
 
 def _understand(files: CheckpointFiles, feature_size: int | None) -> tuple[Inspection, dict[str, str]]:
@@ -181,8 +191,8 @@ def _check_tensors(files: CheckpointFiles, spec: BlockSpec) -> dict[str, str]:
     names = {name: RENAMED.get(name, name) for name in files.names - MAPS}
     missing, surplus = sorted(set(expected) - set(names.values())), sorted(set(names.values()) - set(expected))
     if missing or surplus:
-        parts = [f"{len(missing)} tensors are missing: {_some(missing)}"] if missing else []
-        parts += [f"{len(surplus)} are not known: {_some(surplus)}"] if surplus else []
+        parts = [f"tensors that are missing: {_some(missing)}"] if missing else []
+        parts += [f"tensors that are not known: {_some(surplus)}"] if surplus else []
         raise UnsupportedError("; ".join(parts) + ".")
     for name, ours in names.items():
         if files.shape(name) != tuple(expected[ours].shape):
@@ -202,7 +212,7 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _check_target(found: Inspection, layers: int, embedding: Tensor, head: Tensor) -> None:
+def _check_target(found: Inspection, layers: int, vocab_size: int) -> None:
     """Raises unless a drafter fits a target."""
     spec = found.spec
     demands = [
@@ -210,20 +220,7 @@ def _check_target(found: Inspection, layers: int, embedding: Tensor, head: Tenso
             f"it reads hidden state {max(spec.feature_layers)}, the target has states 0 to {layers}",
             max(spec.feature_layers) <= layers,
         ),
-        (
-            f"it borrows an embedding of {spec.vocab_size} x {spec.hidden_size}, the target's is "
-            f"{' x '.join(map(str, embedding.shape))}",
-            spec.own_embedding or tuple(embedding.shape) == (spec.vocab_size, spec.hidden_size),
-        ),
-        (
-            f"it borrows an output head of {spec.draft_vocab_size} x {spec.hidden_size}, the target's is "
-            f"{' x '.join(map(str, head.shape))}",
-            spec.own_head or tuple(head.shape) == (spec.draft_vocab_size, spec.hidden_size),
-        ),
-        (
-            f"it drafts ids up to {spec.vocab_size - 1}, the target has {head.shape[0]} tokens",
-            spec.vocab_size <= head.shape[0],
-        ),
+        (f"it has {spec.vocab_size} tokens, the target {vocab_size}", spec.vocab_size == vocab_size),
     ]
     wrong = next((text for text, holds in demands if not holds), None)
     if wrong is not None:

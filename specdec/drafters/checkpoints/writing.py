@@ -37,6 +37,8 @@ def save_pretrained(
         >>> from specdec import drafters
         >>> drafters.save_pretrained(drafter, "my-drafter", publisher="speculators")  # doctest: +SKIP
     """
+    if not isinstance(drafter, BlockDrafter):
+        raise UnsupportedError(f"save_pretrained: takes a BlockDrafter, got {type(drafter).__name__}.")
     folder, spec = Path(folder), drafter.model.spec
     if publisher not in ("z-lab", "speculators"):
         raise UnsupportedError(f"save_pretrained: publisher must be 'z-lab' or 'speculators', got {publisher!r}.")
@@ -55,7 +57,10 @@ def save_pretrained(
     told += ["an output head of its own"] if spec.own_head and (publisher == "z-lab" or not reduced) else []
     told += ["a reduced vocabulary"] if reduced and publisher == "z-lab" else []
     if told:
-        raise UnsupportedError(f"save_pretrained: the format of {publisher} cannot say {', '.join(told)}.")
+        raise UnsupportedError(
+            f"save_pretrained: the format of {publisher} cannot say {', '.join(told)}. What each format can say is in "
+            "the documentation of block drafters."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specdec import drafters, trees
 from specdec.drafters.block import BlockContext, BlockDrafter, context
+from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Frontier
 from tests import helpers
@@ -205,3 +206,27 @@ def test_the_best_paths_are_drafted(dialect: str, nodes: int, tmp_path: Path) ->
         drafted.add(path)
     assert drafted == chosen
     assert len({len(path) for path in drafted}) > 1, "the tree should have several levels"
+
+
+def test_by_hand_mistakes_are_told(tmp_path: Path) -> None:
+    """Whoever uses the parts gets no wrong numbers from features, counts or windows that do not fit."""
+    model = drafters.from_pretrained(write(tmp_path, "dflash_nested").folder, helpers.model()).model
+    width, two = model.fc.in_features, torch.tensor([5, 5])
+    features = torch.zeros(2, 5, width, dtype=torch.float64)
+    for wrong, counts in ((features[..., 1:], two), (features[:1], two[:1]), (features, torch.tensor([7, 5]))):
+        with pytest.raises(ShapeError, match="expected"):
+            model.extend(model.context(2), wrong, counts)
+    with pytest.raises(ShapeError, match=r"windows \(8, 8\).*see BlockModel.context"):
+        model.extend(BlockContext((8, 8), batch=2, device="cpu"), features, two)
+    with pytest.raises(SpecdecError, match="never extended"):
+        model.slots(torch.tensor([3]), model.context(), 4)
+    kept = model.context(2)
+    model.extend(kept, features, two)
+    for anchors, rows in ((torch.tensor([3]), 4), (torch.tensor([3, 4]), 1)):
+        with pytest.raises(ShapeError, match="expected as many anchors, and 2 rows or more"):
+            model.slots(anchors, kept, rows)
+    bare = drafters.BlockModel(model.spec)
+    with pytest.raises(UnsupportedError, match=r"no embedding of its own; take the target's: model.borrow\(target\)"):
+        bare.slots(torch.tensor([3]), bare.context(), 4)
+    with pytest.raises(UnsupportedError, match="no confidence head"):
+        model.confidence(torch.zeros(1, 48), torch.zeros(1, 1, dtype=torch.int64))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from specdec import drafters
-from specdec.drafters.block import BlockContext
 from tests import helpers
 from tests.drafters.block.checkpoints import write
 
@@ -28,7 +27,7 @@ def test_outputs_and_greedy_path(dialect: str, tmp_path: Path) -> None:
     features, anchor, rows = torch.randn(1, 9, ours.model.fc.in_features, dtype=torch.float64), torch.tensor([11]), 6
     tokens = torch.full((1, rows), ours.model.spec.mask_token_id)
     tokens[:, 0] = anchor
-    context = BlockContext(ours.model.spec.windows, 1, "cpu")
+    context = ours.model.context()
     with torch.no_grad():
         ours.model.extend(context, features, torch.tensor([9]))
         hidden = ours.model.slots(anchor, context, rows)

@@ -1,5 +1,6 @@
 """Block drafters in rounds: the text is the target's, and the context is the committed text, whatever was drafted."""
 
+import inspect
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -41,7 +42,7 @@ class Steered(BlockDrafter):
     def __init__(self, drafter: BlockDrafter, reference: Tensor, schedules: Sequence[Sequence[int | None]]) -> None:
         super().__init__(drafter.model, to_target=drafter.to_target)
         self.reference, self.schedules = reference, schedules
-        self.round, self.last = -1, BlockContext([], 1, "cpu")
+        self.round, self.last = -1, BlockContext([], batch=1, device="cpu")
 
     def start(self, context: DraftContext) -> None:
         self.round, self.padding = -1, (~context.mask).sum(-1).tolist()
@@ -170,15 +171,38 @@ def test_a_drafter_that_is_never_right_says_so(helpless: bool, caplog: pytest.Lo
     assert caplog.text.count("no token of") == helpless
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dialect", ["dflash_flat", "dflash2", "dspark_rnn", "speculators_dflash"])
+def test_a_drafter_of_another_dtype(dialect: str, dtype: torch.dtype) -> None:
+    target = helpers.model()
+    folder = write(Path(mkdtemp()), dialect).folder
+    drafter = drafters.from_pretrained(folder, target, dtype=dtype)
+    assert {value.dtype for value in drafter.model.state_dict().values()} == {dtype}
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
+    made = helpers.speculate(target, drafter, trees.BestFirst(12), **request)
+    assert made.output.tolist() == helpers.text("ragged", NEW).tolist()
+
+
+def test_drawn_trees_of_a_combination() -> None:
+    """Sources may give laws of different precision from level to level."""
+    both = drafters.CombinedDrafter(drafter_of("llama", "dflash2"), drafters.SuffixDrafter())
+    prompt = torch.tensor([[5, 6, 7, 5, 6, 7, 5, 6]])
+    made = helpers.speculate(helpers.model(), both, trees.Sampled((2, 1, 1)), input_ids=prompt, max_new_tokens=NEW)
+    assert made.output.tolist() == helpers.plain(helpers.model(), input_ids=prompt, max_new_tokens=NEW).tolist()
+
+
 def test_what_cannot_be_drafted_from_is_refused() -> None:
     drafter = drafter_of("llama", "dflash_flat")
     tokens, mask = torch.tensor([[4, 5, 6]]), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(UnsupportedError, match="reads features of layers"):
         drafter.start(DraftContext(tokens, mask, 97))
-    with pytest.raises(ShapeError, match="states of 48 numbers"):
+    with pytest.raises(ShapeError, match="2 states of 48 numbers side by side"):
         drafter.start(DraftContext(tokens, mask, 97, features=torch.zeros(1, 3, 7)))
-    with pytest.raises(UnsupportedError, match="length must be 1 or more"):
+    with pytest.raises(UnsupportedError, match="length must be a number of tokens, 1 or more, got 0"):
         BlockDrafter(drafter.model, length=0)
+    for length in (2.5, "5"):
+        with pytest.raises(UnsupportedError, match="length must be a number of tokens"):
+            inspect.unwrap(BlockDrafter.__init__)(BlockDrafter(drafter.model), drafter.model, length=length)
     with pytest.raises(UnsupportedError, match="temperature must be above 0"):
         BlockDrafter(drafter.model, temperature=0.0)
     with pytest.raises(ShapeError, match="to_target must give 97 ids"):
@@ -187,7 +211,7 @@ def test_what_cannot_be_drafted_from_is_refused() -> None:
         BlockDrafter(drafter.model).children(Frontier.from_root(tokens[:, 0], mask[:, 0]), 2)
     own = drafter_of("llama", "dspark_rnn")
     features = torch.zeros(1, 3, own.model.fc.in_features, dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match="embeds 97 tokens, the target has 120"):
+    with pytest.raises(UnsupportedError, match="made for 97 tokens, the target has 120"):
         own.start(DraftContext(tokens, mask, 120, features=features))
 
 
