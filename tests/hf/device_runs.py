@@ -105,7 +105,7 @@ def serve(
         )
         assert prepared.obstacle == ""
         rounds = list(made._run(prepared))
-    output = made._result(prepared)
+    output = prepared.result()
     check_rounds(rounds, prepared.prompt, output)
     return helpers.Run(output, rounds, made)
 
