@@ -84,7 +84,7 @@ class BlockDrafter:
         self.to_target, self._given_temperature = to_target, temperature
         self._context: BlockContext | None = None
         self._block: _Block | None = None
-        self._blocks = self._accepted = 0
+        self._hopeless: int | None = 0  # blocks without an accepted token so far; None once there was one, or a warning
 
     def __repr__(self) -> str:
         spec = self.model.spec
@@ -110,7 +110,6 @@ class BlockDrafter:
                 f"{self!r} was made for {spec.vocab_size} tokens, the target has {context.vocab_size}."
             )
         self._device = context.tokens.device
-        self._vocab_size = context.vocab_size
         self._temperature = self._given_temperature or context.temperature or 1.0
         self._context = self.model.context(context.tokens.shape[0])
         # Real tokens to the front of each row; the last one is the root, which has no features yet.
@@ -163,11 +162,9 @@ class BlockDrafter:
         self, tokens: Int[Tensor, "batch frontier rank"] | None, probs: Float[Tensor, "batch frontier rank"]
     ) -> Float[Tensor, "batch frontier vocab"]:
         """The law over the target's vocabulary that draws follow."""
-        if tokens is None and probs.shape[-1] == self._vocab_size:
-            return probs.to(self._device)
         if tokens is None:
-            tokens = torch.arange(probs.shape[-1], device=probs.device).expand_as(probs)
-        dense = probs.new_zeros(*probs.shape[:2], self._vocab_size)
+            return probs.to(self._device)
+        dense = probs.new_zeros(*probs.shape[:2], self.model.spec.vocab_size)
         return dense.scatter_(-1, tokens, probs).to(self._device)
 
     def confidence(self, frontier: Frontier) -> Float[Tensor, "batch frontier"]:
@@ -200,16 +197,18 @@ class BlockDrafter:
 
     def _judge(self, counts: Int[Tensor, " batch"]) -> None:
         """Warns, once, if drafts are never accepted: a drafter that reads wrong states raises nothing."""
-        self._blocks += int((counts > 0).sum())
-        self._accepted += int((counts > 1).sum())
-        if self._accepted == 0 and self._blocks >= HOPELESS:
-            self._accepted = 1
+        if self._hopeless is None or bool((counts > 1).any()):
+            self._hopeless = None
+            return
+        self._hopeless += int((counts > 0).sum())
+        if self._hopeless >= HOPELESS:
             logger.warning(
                 "%r: no token of %d blocks was accepted. Was it made for this target? drafters.inspect() tells which "
                 "hidden states it reads and which slot predicts which token.",
                 self,
-                self._blocks,
+                self._hopeless,
             )
+            self._hopeless = None
 
     def finish(self) -> None:
         """Drops the request's context."""
