@@ -50,7 +50,7 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], feature_size: in
         family = next(ZLAB[name] for name in config["architectures"] if name in ZLAB)
         keys = Keys({"dflash_config.": dict(config.get("dflash_config") or {}), "": dict(config)})
         keys.take("dflash_config")
-        fields = _zlab(keys, family)
+        fields = _zlab(keys, family, "lm_head.weight" in names)
     elif dialect == "DeepSpec":
         keys = Keys({"": dict(config)})
         fields = _deepspec(keys)
@@ -118,7 +118,7 @@ def _windows(keys: Keys) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-def _zlab(keys: Keys, family: str) -> dict[str, Any]:
+def _zlab(keys: Keys, family: str, own_head: bool) -> dict[str, Any]:
     """A `DFlashDraftModel` or `DFlash2DraftModel` of z-lab."""
     windows = _windows(keys)
     by_type = tuple(window is not None for window in windows)
@@ -131,7 +131,9 @@ def _zlab(keys: Keys, family: str) -> dict[str, Any]:
     projector = keys.get("projector_type", "dflash", why="not named")
     if projector not in ("dflash", "dflash2"):
         raise UnsupportedError(f"projector_type {projector!r} is not served by this version.")
-    keys.take("mask_token", "has_own_lm_head", "is_neox_style")
+    if not keys.flag("is_neox_style", True, why="halves of a head are turned"):
+        raise UnsupportedError("is_neox_style false (rotary embeddings of neighbours, not of halves) is not served.")
+    keys.take("mask_token")
     fields: dict[str, Any] = {
         "family": family,
         "layout": "anchor_first" if keys.flag("sample_from_anchor", False, why="z-lab fills in") else "fill_in",
@@ -145,6 +147,7 @@ def _zlab(keys: Keys, family: str) -> dict[str, Any]:
         "embedding_scale": keys.number("input_embedding_scale", 1.0, why="none named"),
         "output_multiplier": keys.number("output_multiplier", 1.0, why="none named"),
         "softcap": keys.optional("final_logit_softcapping", float, why="none named") or None,
+        "own_head": keys.flag("has_own_lm_head", own_head, why="whether there is a tensor lm_head.weight"),
     }
     if family == "dflash2":
         fields |= _dflash2(keys)

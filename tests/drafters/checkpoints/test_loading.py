@@ -140,6 +140,8 @@ def test_slots_are_counted_where_the_layout_is_not_said(tmp_path: Path) -> None:
         ("dflash_flat", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "'longrope' is not known"),
         ("speculators_dspark", {"sample_from_anchor": False, "markov_head_type": "rnn"}, "rnn Markov head needs"),
         ("dflash_flat", {"block_size": 1}, "leaves no slot"),
+        ("dflash_nested", {"is_neox_style": False}, "is_neox_style false"),
+        ("dflash_nested", {"has_own_lm_head": True}, "tensors that are missing: lm_head.weight"),
     ],
 )
 def test_what_is_not_served_is_refused(dialect: str, overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
