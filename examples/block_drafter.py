@@ -15,7 +15,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specdec import SpeculativeGenerator, drafters, trees
-from specdec.drafters.rope import Rope
 from specdec.testing import demo_model
 
 PROMPT = "How many positive divisors does 196 have? Think step by step."
@@ -73,7 +72,7 @@ def random_drafter(target: Any, folder: Path) -> Path:
         draft_vocab_size=config.vocab_size,
         windows=(None, None),
         causal=(False, False),
-        rope=Rope(theta=1e4, dim=16),
+        rope=drafters.Rope(theta=1e4, dim=16),
     )
     torch.manual_seed(0)
     return drafters.save_pretrained(drafters.BlockDrafter(drafters.BlockModel(spec)), folder)

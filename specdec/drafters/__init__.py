@@ -1,24 +1,29 @@
 """Drafters: each answers which tokens may follow the nodes of a frontier."""
 
-from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
-from specdec.drafters.checkpoints import Inspection, from_pretrained, inspect, save_pretrained
+from specdec.drafters.block import BlockContext, BlockDrafter, BlockModel, BlockSpec, LayerContext
+from specdec.drafters.checkpoints import Inspection, Note, from_pretrained, inspect, save_pretrained
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import ModelDrafter
 from specdec.drafters.hit_rate import HitRate
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
+from specdec.drafters.rope import Rope
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.drafters.suffix_store import SuffixStore
 from specdec.drafters.vocabulary import VocabularyMap
 
 __all__ = [
+    "BlockContext",
     "BlockDrafter",
     "BlockModel",
     "BlockSpec",
     "CombinedDrafter",
     "HitRate",
     "Inspection",
+    "LayerContext",
     "ModelDrafter",
+    "Note",
     "PromptLookupDrafter",
+    "Rope",
     "SuffixDrafter",
     "SuffixStore",
     "VocabularyMap",

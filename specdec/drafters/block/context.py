@@ -65,12 +65,14 @@ class BlockContext:
 
     Example:
         >>> import torch
-        >>> from specdec.drafters.block import BlockContext
+        >>> from specdec.drafters.block import BlockContext, LayerContext
         >>> context = BlockContext([None, 16], batch=1, device="cpu")
         >>> rows = torch.zeros(1, 2, 1000, 8)
         >>> context.append([(rows, rows), (rows, rows)], counts=torch.tensor([1000]))
         >>> context.lengths, [layer.base for layer in context.layers]
         (tensor([1000]), [0, 984])
+        >>> all(isinstance(layer, LayerContext) for layer in context.layers)
+        True
     """
 
     def __init__(self, windows: Sequence[int | None], batch: int, device: torch.device | str) -> None:
