@@ -7,6 +7,7 @@ from specdec.drafters.draft_model import ModelDrafter
 from specdec.drafters.hit_rate import HitRate
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.rope import Rope
+from specdec.drafters.shortlist import Shortlist
 from specdec.drafters.suffix import SuffixDrafter
 from specdec.drafters.suffix_store import SuffixStore
 from specdec.drafters.vocabulary import VocabularyMap
@@ -24,6 +25,7 @@ __all__ = [
     "Note",
     "PromptLookupDrafter",
     "Rope",
+    "Shortlist",
     "SuffixDrafter",
     "SuffixStore",
     "VocabularyMap",

@@ -42,7 +42,6 @@ class BlockDrafter:
         model: the model, with an embedding and an output head of its own or borrowed.
         length: most tokens that a block drafts; None drafts as many as the model was trained for. Other lengths are
             served too; in a drafter whose slots see later ones they change every proposal.
-        to_target: id in the target's vocabulary of each draft id; None if they are the same.
         temperature: of the draft law; None follows the request (1 when it is greedy).
 
     Raises:
@@ -58,7 +57,6 @@ class BlockDrafter:
         model: BlockModel,
         *,
         length: int | None = None,
-        to_target: Int[Tensor, " draft_vocab"] | None = None,
         temperature: float | None = None,
     ) -> None:
         """Remembers the model; runs nothing."""
@@ -70,18 +68,8 @@ class BlockDrafter:
             raise UnsupportedError(f"BlockDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
         if temperature is not None and not temperature > 0:
             raise UnsupportedError(f"BlockDrafter: temperature must be above 0, got {temperature}.")
-        if to_target is None and spec.draft_vocab_size != spec.vocab_size:
-            raise UnsupportedError(
-                f"BlockDrafter: the head has {spec.draft_vocab_size} of {spec.vocab_size} tokens; pass to_target=."
-            )
-        if to_target is not None and tuple(to_target.shape) != (spec.draft_vocab_size,):
-            raise ShapeError(
-                f"BlockDrafter: to_target must give {spec.draft_vocab_size} ids, got {list(to_target.shape)}."
-            )
-        if to_target is not None and not 0 <= int(to_target.min()) <= int(to_target.max()) < spec.vocab_size:
-            raise UnsupportedError(f"BlockDrafter: to_target must hold ids from 0 to {spec.vocab_size - 1}.")
         self.model, self.length = model.eval(), length or spec.slots(spec.block_size)
-        self.to_target, self._given_temperature = to_target, temperature
+        self._given_temperature = temperature
         self._context: BlockContext | None = None
         self._block: _Block | None = None
         self._hopeless: int | None = 0  # blocks without an accepted token so far; None once there was one, or a warning
@@ -151,8 +139,6 @@ class BlockDrafter:
             states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
         previous = frontier.tokens.to(device)
         ids, scores, block.states = self.model.scores(block.hidden[:, slot], block.logits[:, slot], previous, states)
-        if ids is None and self.to_target is not None:
-            ids = self.to_target.to(device).expand(*scores.shape[:2], -1)
         log_probs = (scores / self._temperature).log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         top, ranks = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
         chosen = ranks if ids is None else ids.gather(-1, ranks)

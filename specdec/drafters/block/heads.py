@@ -28,6 +28,7 @@ class CandidateSelector(nn.Module):
         hidden: Float[Tensor, "batch hidden"],
         logits: Float[Tensor, "batch vocab"],
         previous: Int[Tensor, "batch paths"],
+        to_target: Int[Tensor, " vocab"] | None = None,
     ) -> tuple[Int[Tensor, "batch paths rank"], Float[Tensor, "batch paths rank"]]:
         """Candidates of one slot and their scores after each of several tokens.
 
@@ -35,8 +36,10 @@ class CandidateSelector(nn.Module):
             hidden: the slot's output.
             logits: its logits.
             previous: tokens that may stand before it.
+            to_target: id of each logit; None if they are all tokens in order.
         """
         unary, tokens = logits.topk(self.top_k, dim=-1)
+        tokens = tokens if to_target is None else to_target[tokens]
         paths = self.predecessor_codebook[previous] * self.hidden_projection(hidden)[:, None]
         edges = paths @ self.successor_codebook[tokens].transpose(1, 2)
         return tokens[:, None].expand(-1, previous.shape[1], -1), unary[:, None] + edges

@@ -11,6 +11,7 @@ from specdec.drafters.block.backbone import BlockBackbone
 from specdec.drafters.block.context import BlockContext
 from specdec.drafters.block.heads import CandidateSelector, ConfidenceHead, MarkovHead
 from specdec.drafters.block.spec import BlockSpec
+from specdec.drafters.shortlist import Shortlist
 from specdec.errors import ShapeError, UnsupportedError
 
 Rows = Callable[[Tensor], Tensor]
@@ -22,6 +23,10 @@ class BlockModel(BlockBackbone):
 
     Args:
         spec: what the drafter is.
+        shortlist: the target's tokens that the output head has, if these are not all.
+
+    Raises:
+        UnsupportedError: if the shortlist is not that of the specification.
 
     Example:
         >>> import torch
@@ -40,9 +45,16 @@ class BlockModel(BlockBackbone):
         (torch.Size([1, 3, 16]), torch.Size([1, 3, 50]))
     """
 
-    def __init__(self, spec: BlockSpec) -> None:
+    def __init__(self, spec: BlockSpec, shortlist: Shortlist | None = None) -> None:
         """Random weights; what is borrowed is missing until `borrow`."""
         super().__init__(spec)
+        found = (spec.vocab_size, spec.vocab_size) if shortlist is None else (len(shortlist.ids), shortlist.vocab_size)
+        if found != (spec.draft_vocab_size, spec.vocab_size):
+            raise UnsupportedError(
+                f"BlockModel: the head has {spec.draft_vocab_size} of {spec.vocab_size} tokens; pass a shortlist of as "
+                f"many, got {found[0]} of {found[1]}."
+            )
+        self.shortlist = shortlist
         self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if spec.own_embedding else None
         self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False) if spec.own_head else None
         self.candidate_selector = CandidateSelector(spec) if spec.selector_rank else None
@@ -54,7 +66,7 @@ class BlockModel(BlockBackbone):
     def borrow(self, target: Any) -> "BlockModel":
         """Takes from a target what the drafter has not of its own, its embedding and output head; returns the model.
 
-        They are used where they are: not copied, not registered, in their own dtype.
+        They are used where they are: not copied (the rows of a shortlist excepted), not registered, in their own dtype.
 
         Args:
             target: a model with `get_input_embeddings` and `get_output_embeddings`.
@@ -66,7 +78,7 @@ class BlockModel(BlockBackbone):
         embedding = target.get_input_embeddings().weight
         for name, own, found, rows in (
             ("an embedding", self.embed_tokens, embedding, spec.vocab_size),
-            ("an output head", self.lm_head, head.weight, spec.draft_vocab_size),
+            ("an output head", self.lm_head, head.weight, spec.vocab_size),
         ):
             if own is None and tuple(found.shape) != (rows, spec.hidden_size):
                 raise UnsupportedError(
@@ -77,8 +89,13 @@ class BlockModel(BlockBackbone):
         def embed(tokens: Tensor) -> Tensor:
             return nn.functional.embedding(tokens.to(embedding.device), embedding)  # some models' own modules scale
 
+        kept = None if self.shortlist is None else self.shortlist.ids.to(head.weight.device)
+        rows_of_list = None if kept is None or self.lm_head is not None else head.weight.detach()[kept]
+
         def project(hidden: Tensor) -> Tensor:
-            return cast(Tensor, head(hidden.to(head.weight)).to(hidden.device))
+            hidden, place = hidden.to(head.weight), hidden.device
+            logits = head(hidden) if rows_of_list is None else nn.functional.linear(hidden, rows_of_list)
+            return cast(Tensor, logits.to(place))
 
         self._borrowed = {"embedding": embed, "output head": project}
         return self
@@ -142,17 +159,20 @@ class BlockModel(BlockBackbone):
             state: what this returned for the paths before those tokens; None at the anchor.
 
         Returns:
-            Draft ids (None for all, in order), their scores (a softmax gives the law), and the state of each path,
-            which an `rnn` Markov head needs for the next slot.
+            Ids of the target (None for all, in order), their scores (a softmax gives the law), and the state of each
+            path, which an `rnn` Markov head needs for the next slot.
         """
+        kept = None if self.shortlist is None else self.shortlist.ids.to(logits.device)
         if self.candidate_selector is not None:
-            tokens, scores = self.candidate_selector(hidden, logits, previous)
+            tokens, scores = self.candidate_selector(hidden, logits, previous, kept)
             return tokens, scores, None
-        scores = logits[:, None].expand(-1, previous.shape[1], -1)
-        if self.markov_head is None:
-            return None, scores, None
-        bias, state = self.markov_head(hidden, previous, state)
-        return None, scores + bias, state
+        scores, ids = logits[:, None].expand(-1, previous.shape[1], -1), None
+        if self.markov_head is not None:
+            bias, state = self.markov_head(hidden, previous, state)
+            scores = scores + bias
+        if kept is not None:
+            ids = kept.expand(*scores.shape[:2], -1)
+        return ids, scores, state
 
     def confidence(
         self, hidden: Float[Tensor, "batch hidden"], previous: Int[Tensor, "batch paths"]

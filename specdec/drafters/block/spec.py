@@ -151,10 +151,6 @@ class BlockSpec:
                 self.selector_rank == 0 or 0 < self.selector_top_k <= self.draft_vocab_size,
             ),
             (
-                "a candidate selector needs the full vocabulary",
-                self.selector_rank == 0 or self.draft_vocab_size == self.vocab_size,
-            ),
-            (
                 "an rnn Markov head needs slots that predict the token after them (anchor_first)",
                 self.markov_rank == 0 or self.markov_kind != "rnn" or self.layout == "anchor_first",
             ),

@@ -1,5 +1,6 @@
 """Published drafters as drafters: what is in a checkpoint is understood whole, or refused by name."""
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
 from specdec.drafters.checkpoints import block
 from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
 from specdec.drafters.checkpoints.keys import Keys, Note
+from specdec.drafters.shortlist import Shortlist
 from specdec.errors import UnsupportedError
 
 logger = logging.getLogger(__name__)
@@ -102,6 +104,7 @@ def from_pretrained(
     device: torch.device | str | None = None,
     length: int | None = None,
     temperature: float | None = None,
+    shortlist: Shortlist | None = None,
 ) -> BlockDrafter:
     """Loads a published drafter for a target.
 
@@ -114,6 +117,7 @@ def from_pretrained(
         device: where the drafter runs; None is where the target's embedding is.
         length: most tokens of a block; None drafts as many as the drafter was trained for.
         temperature: of the draft law; None follows the request.
+        shortlist: tokens of the target to draft from; None drafts from all that the checkpoint has.
 
     Raises:
         UnsupportedError: if the checkpoint is not understood whole, or does not fit the target; the message names it.
@@ -134,8 +138,8 @@ def from_pretrained(
         logger.warning("%s: keys not understood, without effect: %s", found.source.name, ", ".join(found.unknown))
     like = target.get_input_embeddings().weight
     _check_target(found, int(config.num_hidden_layers), int(target.get_output_embeddings().weight.shape[0]))
-    with torch.device("meta"):
-        model = BlockModel(found.spec)
+    if shortlist is not None and found.reduced:
+        raise UnsupportedError(f"{found.source.name} has a reduced vocabulary already; leave shortlist= out.")
     tensors, maps = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in files.tensors():
         if name in MAPS:
@@ -144,14 +148,20 @@ def from_pretrained(
             raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected floating point.")
         else:
             tensors[names[name]] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
+    spec, chosen = found.spec, _reduced(maps, found.spec) or shortlist
+    if shortlist is not None:
+        spec = dataclasses.replace(spec, draft_vocab_size=len(shortlist.ids))
+        heads = ("lm_head.weight", "markov_head.markov_w2.weight")  # one row per token that can be drafted
+        tensors |= {name: tensors[name][shortlist.ids.to(tensors[name].device)] for name in heads if name in tensors}
+    with torch.device("meta"):
+        model = BlockModel(spec, chosen)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False)
     try:
         model.borrow(target)
     except UnsupportedError as error:
         raise UnsupportedError(f"{found.source.name} was not made for this target: {error}") from None
-    to_target = _target_ids(maps, found.spec)
-    return BlockDrafter(model, length=length, to_target=to_target, temperature=temperature)
+    return BlockDrafter(model, length=length, temperature=temperature)
 
 
 def _understand(files: CheckpointFiles, feature_size: int | None) -> tuple[Inspection, dict[str, str]]:
@@ -187,7 +197,11 @@ def _inspection(files: CheckpointFiles, dialect: str, spec: BlockSpec, keys: Key
 def _check_tensors(files: CheckpointFiles, spec: BlockSpec) -> dict[str, str]:
     """Our name for each tensor; raises unless all are there, none is left over and all have the right shape."""
     with torch.device("meta"):
-        expected: Mapping[str, Tensor] = BlockModel(spec).state_dict()
+        some = torch.arange(spec.draft_vocab_size, device="cpu")  # which ones is not known before tensors are read
+        whole = spec.draft_vocab_size == spec.vocab_size
+        expected: Mapping[str, Tensor] = BlockModel(
+            spec, None if whole else Shortlist(some, spec.vocab_size)
+        ).state_dict()
     names = {name: RENAMED.get(name, name) for name in files.names - MAPS}
     missing, surplus = sorted(set(expected) - set(names.values())), sorted(set(names.values()) - set(expected))
     if missing or surplus:
@@ -227,17 +241,19 @@ def _check_target(found: Inspection, layers: int, vocab_size: int) -> None:
         raise UnsupportedError(f"{found.source.name} was not made for this target: {wrong}.")
 
 
-def _target_ids(maps: Mapping[str, Tensor], spec: BlockSpec) -> Tensor | None:
-    """Target id of each draft id: `d2t` holds offsets, `t2d` marks the same tokens."""
+def _reduced(maps: Mapping[str, Tensor], spec: BlockSpec) -> Shortlist | None:
+    """The target's tokens that a checkpoint drafts from: `d2t` holds offsets, `t2d` marks the same tokens."""
     if "d2t" not in maps:
         return None
     offsets = maps["d2t"].to(torch.int64)
     if tuple(offsets.shape) != (spec.draft_vocab_size,):
         raise UnsupportedError(f"d2t has shape {list(offsets.shape)}, the drafter has {spec.draft_vocab_size} tokens.")
     ids = torch.arange(spec.draft_vocab_size) + offsets
-    if bool((ids < 0).any()) or bool((ids >= spec.vocab_size).any()) or len(ids.unique()) < len(ids):
-        raise UnsupportedError(f"d2t must be offsets that lead to distinct target ids below {spec.vocab_size}.")
+    try:
+        found = Shortlist(ids, spec.vocab_size)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"d2t must be offsets that lead to tokens of the target. {error}") from None
     marked = maps.get("t2d")
     if marked is not None and not torch.equal(marked.to(torch.bool).nonzero().squeeze(1), ids.sort().values):
         raise UnsupportedError("t2d marks other target tokens than d2t leads to.")
-    return ids
+    return found

@@ -51,7 +51,7 @@ def save_pretrained(
     understood, _ = read_spec(config, names, None)
     lost = [item.name for item in fields(spec) if getattr(understood, item.name) != getattr(spec, item.name)]
     told = [f"{name} {getattr(spec, name)!r}" for name in lost]
-    reduced = drafter.to_target is not None
+    reduced = drafter.model.shortlist is not None
     # Readers take these from the target: neither format has them, a head of a reduced vocabulary excepted.
     told += ["an embedding of its own"] if spec.own_embedding else []
     told += ["an output head of its own"] if spec.own_head and (publisher == "z-lab" or not reduced) else []
@@ -69,9 +69,10 @@ def save_pretrained(
 
 def _maps(drafter: BlockDrafter) -> dict[str, Tensor]:
     """`d2t` and `t2d` of a reduced vocabulary."""
-    ids = drafter.to_target
-    if ids is None:
+    shortlist = drafter.model.shortlist
+    if shortlist is None:
         return {}
+    ids = shortlist.ids
     marked = torch.zeros(drafter.model.spec.vocab_size, dtype=torch.bool)
     marked[ids.cpu()] = True
     return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": marked}

@@ -76,7 +76,7 @@ def test_children_follow_their_path(pair: Any, seed: int, temperature: float) ->
     """The law at each node of a random frontier, level by level, is that of the reference along the node's path."""
     written, drafter = pair
     lengths, anchors, spec = [5, 3], [11, 12], drafter.model.spec
-    drafter = BlockDrafter(drafter.model, to_target=drafter.to_target, temperature=temperature)
+    drafter = BlockDrafter(drafter.model, temperature=temperature)
     features = start(drafter, lengths, anchors, seed)
     rows = spec.rows(drafter.length)
     wanted = [expected(written, rows_, anchor, rows) for rows_, anchor in zip(features, anchors, strict=True)]
@@ -115,7 +115,8 @@ def law(
         return wanted.selector_scores(slot, path[-1])
     scores = wanted.markov_logits(slot, path)
     ids = torch.arange(len(scores))
-    return ids if drafter.to_target is None else drafter.to_target, scores
+    shortlist = drafter.model.shortlist
+    return ids if shortlist is None else shortlist.ids, scores
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -40,7 +40,7 @@ class Steered(BlockDrafter):
     """Puts the token of a known text first, in as many slots as each row's schedule says; None drafts nothing."""
 
     def __init__(self, drafter: BlockDrafter, reference: Tensor, schedules: Sequence[Sequence[int | None]]) -> None:
-        super().__init__(drafter.model, to_target=drafter.to_target)
+        super().__init__(drafter.model)
         self.reference, self.schedules = reference, schedules
         self.round, self.last = -1, BlockContext([], batch=1, device="cpu")
 
@@ -128,7 +128,7 @@ def test_e10_the_context_is_that_of_the_committed_text(
 def test_drawn_trees_carry_the_law_they_were_drawn_from(dialect: str) -> None:
     """16 ways for the selector, the reduced vocabulary scattered; rejection needs exactly these numbers."""
     drafter = drafter_of("llama", dialect)
-    drafter = BlockDrafter(drafter.model, to_target=drafter.to_target)
+    drafter = BlockDrafter(drafter.model)
     context = DraftContext(
         torch.tensor([[4, 5, 6]]),
         torch.ones(1, 3, dtype=torch.bool),
@@ -205,8 +205,9 @@ def test_what_cannot_be_drafted_from_is_refused() -> None:
             inspect.unwrap(BlockDrafter.__init__)(BlockDrafter(drafter.model), drafter.model, length=length)
     with pytest.raises(UnsupportedError, match="temperature must be above 0"):
         BlockDrafter(drafter.model, temperature=0.0)
-    with pytest.raises(ShapeError, match="to_target must give 97 ids"):
-        BlockDrafter(drafter.model, to_target=torch.arange(5))
+    few = drafters.Shortlist(torch.arange(5), 97)
+    with pytest.raises(UnsupportedError, match="has 97 of 97 tokens; pass a shortlist of as many, got 5 of 97"):
+        drafters.BlockModel(drafter.model.spec, few)
     with pytest.raises(SpecdecError, match="outside a request"):
         BlockDrafter(drafter.model).children(Frontier.from_root(tokens[:, 0], mask[:, 0]), 2)
     own = drafter_of("llama", "dspark_rnn")

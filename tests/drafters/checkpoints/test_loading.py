@@ -202,7 +202,7 @@ def test_shards(tmp_path: Path) -> None:
 def test_a_reduced_vocabulary_must_make_sense(tmp_path: Path) -> None:
     written = write(tmp_path, "speculators_dflash")
     for change, message in (
-        ({"d2t": torch.zeros(40, dtype=torch.int64) + 90}, "distinct target ids below 97"),
+        ({"d2t": torch.zeros(40, dtype=torch.int64) + 90}, "d2t must be offsets that lead to tokens of the target"),
         ({"t2d": ~written.weights["t2d"]}, "t2d marks other target tokens"),
     ):
         save_file({**written.weights, **change}, tmp_path / "model.safetensors")
