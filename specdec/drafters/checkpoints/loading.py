@@ -196,12 +196,11 @@ def _inspection(files: CheckpointFiles, dialect: str, spec: BlockSpec, keys: Key
 
 def _check_tensors(files: CheckpointFiles, spec: BlockSpec) -> dict[str, str]:
     """Our name for each tensor; raises unless all are there, none is left over and all have the right shape."""
+    # Which tokens a reduced vocabulary has is not known before tensors are read; their number decides the shapes.
+    reduced = spec.draft_vocab_size != spec.vocab_size
+    shortlist = Shortlist(torch.arange(spec.draft_vocab_size), spec.vocab_size) if reduced else None
     with torch.device("meta"):
-        some = torch.arange(spec.draft_vocab_size, device="cpu")  # which ones is not known before tensors are read
-        whole = spec.draft_vocab_size == spec.vocab_size
-        expected: Mapping[str, Tensor] = BlockModel(
-            spec, None if whole else Shortlist(some, spec.vocab_size)
-        ).state_dict()
+        expected: Mapping[str, Tensor] = BlockModel(spec, shortlist).state_dict()
     names = {name: RENAMED.get(name, name) for name in files.names - MAPS}
     missing, surplus = sorted(set(expected) - set(names.values())), sorted(set(names.values()) - set(expected))
     if missing or surplus:
