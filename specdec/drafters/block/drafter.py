@@ -43,9 +43,11 @@ class BlockDrafter:
         length: most tokens that a block drafts; None drafts as many as the model was trained for. Other lengths are
             served too; in a drafter whose slots see later ones they change every proposal.
         temperature: of the draft law; None follows the request (1 when it is greedy).
+        least_confidence: probability of acceptance below which a confidence head ends a path; None never asks it.
+            The head reads a slot and the token before it, not what is drafted there, so all verifiers stay lossless.
 
     Raises:
-        UnsupportedError: for bad arguments.
+        UnsupportedError: for bad arguments, or a confidence of a model without such a head.
 
     Example:
         >>> from specdec import drafters
@@ -58,6 +60,7 @@ class BlockDrafter:
         *,
         length: int | None = None,
         temperature: float | None = None,
+        least_confidence: float | None = None,
     ) -> None:
         """Remembers the model; runs nothing."""
         given: Any = model
@@ -68,6 +71,12 @@ class BlockDrafter:
             raise UnsupportedError(f"BlockDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
         if temperature is not None and not temperature > 0:
             raise UnsupportedError(f"BlockDrafter: temperature must be above 0, got {temperature}.")
+        if least_confidence is not None and (model.confidence_head is None or not 0 <= least_confidence <= 1):
+            raise UnsupportedError(
+                f"BlockDrafter: least_confidence={least_confidence} must be from 0 to 1, of a model with a confidence "
+                f"head; this one {'has one' if model.confidence_head is not None else 'has none'}."
+            )
+        self._least = least_confidence
         self.model, self.length = model.eval(), length or spec.slots(spec.block_size)
         self._given_temperature = temperature
         self._context: BlockContext | None = None
@@ -140,6 +149,9 @@ class BlockDrafter:
         previous = frontier.tokens.to(device)
         ids, scores, block.states = self.model.scores(block.hidden[:, slot], block.logits[:, slot], previous, states)
         log_probs = (scores / self._temperature).log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        if self._least is not None:
+            unsure = self.model.confidence(block.hidden[:, slot], previous) < self._least
+            log_probs = log_probs.masked_fill(unsure[..., None], -torch.inf)
         top, ranks = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
         chosen = ranks if ids is None else ids.gather(-1, ranks)
         return Candidates(chosen.to(self._device), top.to(self._device), self._law(ids, log_probs.exp()))

@@ -104,6 +104,7 @@ def from_pretrained(
     device: torch.device | str | None = None,
     length: int | None = None,
     temperature: float | None = None,
+    least_confidence: float | None = None,
     shortlist: Shortlist | None = None,
 ) -> BlockDrafter:
     """Loads a published drafter for a target.
@@ -117,6 +118,7 @@ def from_pretrained(
         device: where the drafter runs; None is where the target's embedding is.
         length: most tokens of a block; None drafts as many as the drafter was trained for.
         temperature: of the draft law; None follows the request.
+        least_confidence: probability of acceptance below which a confidence head ends a path; None never asks it.
         shortlist: tokens of the target to draft from; None drafts from all that the checkpoint has.
 
     Raises:
@@ -161,7 +163,7 @@ def from_pretrained(
         model.borrow(target)
     except UnsupportedError as error:
         raise UnsupportedError(f"{found.source.name} was not made for this target: {error}") from None
-    return BlockDrafter(model, length=length, temperature=temperature)
+    return BlockDrafter(model, length=length, temperature=temperature, least_confidence=least_confidence)
 
 
 def _understand(files: CheckpointFiles, feature_size: int | None) -> tuple[Inspection, dict[str, str]]:

@@ -210,10 +210,40 @@ def test_what_cannot_be_drafted_from_is_refused() -> None:
         drafters.BlockModel(drafter.model.spec, few)
     with pytest.raises(SpecdecError, match="outside a request"):
         BlockDrafter(drafter.model).children(Frontier.from_root(tokens[:, 0], mask[:, 0]), 2)
+    for model, least in ((drafter.model, 0.5), (drafter_of("llama", "dspark_rnn").model, 1.5)):
+        with pytest.raises(UnsupportedError, match="must be from 0 to 1, of a model with a confidence head"):
+            BlockDrafter(model, least_confidence=least)
     own = drafter_of("llama", "dspark_rnn")
     features = torch.zeros(1, 3, own.model.fc.in_features, dtype=torch.float64)
     with pytest.raises(UnsupportedError, match="made for 97 tokens, the target has 120"):
         own.start(DraftContext(tokens, mask, 120, features=features))
+
+
+@pytest.mark.parametrize("least", [0.0, 0.5, 1.0])
+def test_unsure_paths_end(least: float) -> None:
+    """A node has children exactly where the confidence head is sure enough, and the text is the target's."""
+    model = drafter_of("llama", "dspark_gated").model
+    asked: list[bool] = []
+
+    class Watched(BlockDrafter):
+        def children(self, frontier: Frontier, count: int) -> Candidates:
+            found = super().children(frontier, count)
+            if frontier.depth < self.length:
+                sure = self.confidence(frontier) >= least
+                asked.append(torch.equal((found.log_probs[..., 0] > -torch.inf), sure))
+                asked.append(torch.equal(found.law(97).sum(-1) > 0, sure))
+            return found
+
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
+    watched = Watched(model, least_confidence=least)
+    made = helpers.speculate(helpers.model(), watched, TREES["best first"], **request)
+    assert made.output.tolist() == helpers.text("ragged", NEW).tolist()
+    assert len(asked) > 10
+    assert all(asked)
+    drafted = made.generator.stats.drafted
+    assert (drafted == 0) == (least == 1.0)
+    plain = helpers.speculate(helpers.model(), BlockDrafter(model), TREES["best first"], **request)
+    assert (drafted == plain.generator.stats.drafted) == (least == 0.0)
 
 
 def test_beside_another_drafter_in_one_tree() -> None:
