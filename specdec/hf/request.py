@@ -37,7 +37,7 @@ class Request:
     obstacle: str
 
     def result(self) -> Any:
-        """What `model.generate` returns for this self."""
+        """What `model.generate` returns for this request."""
         sequences = self.ledger.sequences().to(self.prompt.device)
         if not self.config.return_dict_in_generate:
             return sequences

@@ -5,7 +5,6 @@ a tree runs as one batch of rows whose mask holds the committed slots and each n
 ids are the root's position plus the depth.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -143,12 +142,11 @@ class ModelTarget:
         with hidden_states(model, self._features) as chunks:
             output = compat.prefill(model, self._input_ids, self._generation_config, kwargs)
         self.cache.end_prefill(self._batch, self._device)
-        packed = self._pack(output, output.logits[:, -1:])
+        features = None
         if self._record is not None:
             features = torch.cat(chunks, 1)  # a prompt may be run in chunks, whose states the output does not join
             self._record.prompt(features)
-            packed = dataclasses.replace(packed, features=features)
-        return packed
+        return self._pack(output, output.logits[:, -1:], features)
 
     def verify(self, tree: DraftTree) -> TargetOutput:
         """One forward over all nodes of a tree; an earlier one that was not committed is dropped."""
@@ -217,7 +215,7 @@ class ModelTarget:
                 return_dict=True,
                 **kwargs,
             )
-        return self._pack(output, output.logits)
+        return self._pack(output, output.logits, joined(output, self._features) if self._features else None)
 
     def _to_model(self, given: Any) -> Any:
         """The same tensor, or tensors, where the model wants its inputs; plain `generate` moves the prompt there."""
@@ -343,10 +341,7 @@ class ModelTarget:
             if value
         }
 
-    def _pack(self, output: Any, logits: Tensor) -> TargetOutput:
-        features = None
-        if self._features:
-            features = joined(output, self._features)
+    def _pack(self, output: Any, logits: Tensor, features: Tensor | None) -> TargetOutput:
         return TargetOutput(
             logits=logits,
             features=features,
