@@ -6,6 +6,7 @@ refused by name. Halves of a head are rotated against each other.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -144,10 +145,17 @@ class Rope:
     ) -> tuple[Float[Tensor, "batch rows dim"], Float[Tensor, "batch rows dim"]]:
         """Cosines and sines at the positions; angles are computed in float32, for float64 in float64."""
         exact = torch.promote_types(dtype, torch.float32)
-        frequencies, factor = self.frequencies(exact)
-        angles = positions[..., None].to(exact) * frequencies.to(positions.device)
+        frequencies, factor = _frequencies(self, exact, positions.device)
+        angles = positions[..., None].to(exact) * frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+@lru_cache(maxsize=32)
+def _frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, float]:
+    """The frequencies where they are needed; asked for in every forward."""
+    frequencies, factor = rope.frequencies(dtype)
+    return frequencies.to(device), factor
 
 
 def rotate(

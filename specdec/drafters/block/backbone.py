@@ -243,15 +243,16 @@ class BlockBackbone(nn.Module):
                 f"features {list(features.shape)} and counts {list(counts.shape)} for a context of batch {batch}; "
                 f"expected {states}: [{batch}, rows, {width}] and [{batch}]. Was the drafter made for this target?"
             )
-        if windows != self.spec.windows or int(counts.max()) > features.shape[1] or int(counts.min()) < 0:
+        kept = counts.tolist()
+        if windows != self.spec.windows or not all(0 <= count <= features.shape[1] for count in kept):
             raise ShapeError(
-                f"a context with windows {windows} and counts {counts.tolist()} of {features.shape[1]} features; "
+                f"a context with windows {windows} and counts {kept} of {features.shape[1]} features; "
                 f"expected windows {self.spec.windows} (see BlockModel.context) and counts from 0 on, to as many."
             )
         encoded = self.hidden_norm(self.fc(features))
         positions = context.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         tables = self.spec.rope.tables(positions, encoded.dtype)
-        context.append([layer.self_attn.keys_values(encoded, tables) for layer in self.stack], counts)
+        context.append([layer.self_attn.keys_values(encoded, tables) for layer in self.stack], kept)
 
     def forward(
         self, embedded: Float[Tensor, "batch rows hidden"], context: BlockContext

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from specdec.errors import SpecdecError
@@ -68,7 +68,7 @@ class BlockContext:
         >>> from specdec.drafters.block import BlockContext, LayerContext
         >>> context = BlockContext([None, 16], batch=1, device="cpu")
         >>> rows = torch.zeros(1, 2, 1000, 8)
-        >>> context.append([(rows, rows), (rows, rows)], counts=torch.tensor([1000]))
+        >>> context.append([(rows, rows), (rows, rows)], counts=[1000])
         >>> context.lengths, [layer.base for layer in context.layers]
         (tensor([1000]), [0, 984])
         >>> all(isinstance(layer, LayerContext) for layer in context.layers)
@@ -88,19 +88,21 @@ class BlockContext:
         keys, values = (buffer[:, :, : max(self._lengths) - layer.base] for buffer in layer.buffers)
         return keys, values
 
-    def append(self, layers: Sequence[KeysValues], counts: Int[Tensor, " batch"]) -> None:
-        """Writes the first `counts[b]` new rows of each layer behind what a batch row holds."""
-        kept = counts.tolist()
-        lengths = [length + count for length, count in zip(self._lengths, kept, strict=True)]
-        index = torch.arange(layers[0][0].shape[2], device=self.lengths.device)
-        counts = counts.to(index.device)
-        batch, source = (index < counts[:, None]).nonzero(as_tuple=True)
-        places = self.lengths[batch] + source
+    def append(self, layers: Sequence[KeysValues], counts: Sequence[int]) -> None:
+        """Writes the first `counts[b]` new rows of each layer behind what a batch row holds; reads nothing back."""
+        before, self._lengths = self._lengths, [a + b for a, b in zip(self._lengths, counts, strict=True)]
+        places: dict[int, list[Tensor]] = {}
         for layer, given in zip(self.layers, layers, strict=True):
-            layer.reserve(given, min(lengths), max(lengths))
-            inside = places >= layer.base
-            rows, new, slots = batch[inside], source[inside], places[inside] - layer.base
+            layer.reserve(given, min(self._lengths), max(self._lengths))
+            if layer.base not in places:
+                moved = [
+                    (row, new, length + new - layer.base)
+                    for row, (length, count) in enumerate(zip(before, counts, strict=True))
+                    for new in range(max(0, layer.base - length), count)
+                ]
+                index = torch.tensor(moved, dtype=torch.int64).view(-1, 3).T
+                places[layer.base] = list(index.to(self.lengths.device))
+            rows, new, slots = places[layer.base]
             for buffer, heads in zip(layer.buffers, given, strict=True):
                 buffer[rows, :, slots] = heads[rows, :, new].to(buffer.dtype)
-        self._lengths = lengths
-        self.lengths = self.lengths + counts
+        self.lengths = self.lengths + torch.tensor(counts, device=self.lengths.device)

@@ -125,7 +125,7 @@ class BlockDrafter:
     @torch.no_grad()
     def _extend(self, features: Float[Tensor, "batch rows features"], counts: Int[Tensor, " batch"]) -> None:
         weight = self.model.norm.weight
-        self.model.extend(self._started(), features.to(weight), counts.to(weight.device))
+        self.model.extend(self._started(), features.to(weight), counts)
 
     @torch.no_grad()
     def children(self, frontier: Frontier, count: int) -> Candidates:
@@ -147,6 +147,8 @@ class BlockDrafter:
             parents = frontier.parents.to(device).clamp_min(0)
             states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
         previous = frontier.tokens.to(device)
+        if self.model.marginal and self._least is None:
+            previous = previous[:, :1]  # one law for all nodes
         ids, scores, block.states = self.model.scores(block.hidden[:, slot], block.logits[:, slot], previous, states)
         log_probs = (scores / self._temperature).log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         if self._least is not None:
@@ -154,7 +156,8 @@ class BlockDrafter:
             log_probs = log_probs.masked_fill(unsure[..., None], -torch.inf)
         top, ranks = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
         chosen = ranks if ids is None else ids.gather(-1, ranks)
-        return Candidates(chosen.to(self._device), top.to(self._device), self._law(ids, log_probs.exp()))
+        answers = chosen.to(self._device), top.to(self._device), self._law(ids, log_probs.exp())
+        return Candidates(*(answer.expand(-1, frontier.tokens.shape[1], -1) for answer in answers))
 
     def _law(
         self, tokens: Int[Tensor, "batch frontier rank"] | None, probs: Float[Tensor, "batch frontier rank"]
@@ -188,9 +191,10 @@ class BlockDrafter:
         """Appends the features of what was committed; the block is forgotten."""
         if features is None:
             raise UnsupportedError(f"{self!r} reads the target's features; commit() was given none.")
-        self._extend(features, counts)
+        kept = counts.cpu()  # the one thing that is read back
+        self._extend(features, kept)
         if self._block is not None:
-            self._judge(counts)
+            self._judge(kept)
         self._block = None
 
     def _judge(self, counts: Int[Tensor, " batch"]) -> None:

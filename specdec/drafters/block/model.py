@@ -143,6 +143,11 @@ class BlockModel(BlockBackbone):
         logits = (self.lm_head or self._borrowed["output head"])(hidden) * self.spec.output_multiplier
         return logits if self.spec.softcap is None else (logits / self.spec.softcap).tanh() * self.spec.softcap
 
+    @property
+    def marginal(self) -> bool:
+        """Whether a slot proposes the same after every token."""
+        return self.candidate_selector is None and self.markov_head is None
+
     def scores(
         self,
         hidden: Float[Tensor, "batch hidden"],
