@@ -60,7 +60,11 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], feature_size: in
         keys.take("transformer_layer_config", "speculators_config", "speculators_version")
         fields = _speculators(keys, str(keys.get("speculators_model_type")))
     else:
-        raise UnsupportedError(f"architectures {config.get('architectures')!r} are no block drafter known here.")
+        raise UnsupportedError(
+            f"architectures {config.get('architectures')!r} and speculators_model_type "
+            f"{config.get('speculators_model_type')!r} are no drafter known here. Known are "
+            f"{', '.join((*ZLAB, *DEEPSPEC))} and speculators' {', '.join(SPECULATORS)}."
+        )
     _qwen3(keys)
     common = _layers(keys)
     width = feature_size if feature_size is not None else common["hidden_size"]

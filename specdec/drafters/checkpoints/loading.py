@@ -169,12 +169,6 @@ def from_pretrained(
 def _understand(files: CheckpointFiles, feature_size: int | None) -> tuple[Inspection, dict[str, str]]:
     """The specification of a checkpoint, and our name for each of its tensors; all of them are accounted for."""
     dialect = block.dialect_of(files.config)
-    if not dialect:
-        raise UnsupportedError(
-            f"{files.folder}: architectures {files.config.get('architectures')!r} and speculators_model_type "
-            f"{files.config.get('speculators_model_type')!r} are no drafter known here. Known are "
-            f"{', '.join((*block.ZLAB, *block.DEEPSPEC))} and speculators' {', '.join(block.SPECULATORS)}."
-        )
     try:
         spec, keys = block.read_spec(files.config, files.names, feature_size)
         names = _check_tensors(files, spec)
