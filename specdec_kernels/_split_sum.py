@@ -81,7 +81,7 @@ def _combine(
     inside = column < VALUE_DIM
     split = tl.arange(0, SPLITS_PADDED)
     if not ORDERED:
-        # The longest wait: the other loads are issued while these are on their way.
+        # The most bytes first; nothing below needs them before the sum.
         kept = (split < splits)[:, None] & inside[None, :]
         part = tl.load(parts + (place * splits + split)[:, None] * VALUE_DIM + column[None, :], mask=kept, other=0.0)
     line = (place * PORTIONS + tl.program_id(1) * COLUMNS // (VALUE_DIM // PORTIONS)) * splits
