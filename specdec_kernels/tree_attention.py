@@ -215,7 +215,7 @@ def _attend(
     exists = row < rows
     row = tl.where(exists, row, 0)
 
-    # Queries are the most bytes of the start; nothing before the first product waits for them by need.
+    # Queries first: they are the most bytes, and nothing needs them before the first product.
     column = tl.arange(0, DIM_PADDED)
     queries = query + batch * query_batch + head.to(tl.int64) * query_head + row.to(tl.int64) * query_row
     q = tl.load(
