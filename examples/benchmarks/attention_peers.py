@@ -2,9 +2,9 @@
 
     python examples/benchmarks/attention_peers.py --fa3 _vllm_fa3_C.abi3.so
 
-FlashInfer takes the tree as a packed mask over all slots, xformers as a bias over the drafted ones. FlashAttention 3
-has no tree masks and is compared on chains; it is loaded from the library that vLLM's wheel carries. A peer that is not
-there or does not serve a shape is named, with its reason, and has no figure. Whatever is timed is checked first.
+FlashInfer takes the tree as a packed mask over all slots. FlashAttention 3 has no tree masks and is compared on chains;
+it is loaded from the library that vLLM's wheel carries. A peer that is not there or does not serve a shape is named,
+with its reason, and has no figure. Whatever is timed is checked first.
 """
 
 import argparse
@@ -65,41 +65,21 @@ def flashinfer(problem: Problem) -> tuple[Way, Way]:
     return run, problem.ours
 
 
-def xformers(problem: Problem) -> tuple[Way, Way]:
-    """Committed slots and drafted ones apart, and merged."""
-    from xformers.ops.fmha.attn_bias import BlockDiagonalPaddedKeysMask
-    from xformers.ops.tree_attention import tree_attention
-
-    rows, groups, context = problem.query.shape[2], problem.groups, int(problem.lengths[0])
-    seen = problem.mask[0, 0, :, context:]
-    bias = torch.zeros(rows, rows, device="cuda", dtype=problem.query.dtype).masked_fill(~seen, -torch.inf)
-    before = BlockDiagonalPaddedKeysMask.from_seqlens(q_seqlen=[rows], kv_seqlen=[context], kv_padding=context)
-    query = problem.query.unflatten(1, (-1, groups)).permute(0, 3, 1, 2, 4).contiguous()
-
-    def split(cached: Tensor) -> tuple[Tensor, Tensor]:
-        wide = cached.transpose(1, 2).unsqueeze(3).expand(-1, -1, -1, groups, -1)
-        return wide[:, :context], wide[:, context:]
-
-    def run(turn: int) -> Tensor:
-        (keys, new_keys), (values, new_values) = map(split, problem.caches[turn % len(problem.caches)])
-        found = tree_attention(query, new_keys, new_values, keys, values, bias, before)
-        return found.permute(0, 2, 3, 1, 4).flatten(1, 2)
-
-    return run, problem.ours
-
-
 def fa3(problem: Problem) -> tuple[Way, Way]:
     """A chain: the last rows of a causal mask."""
-    query, scale = problem.query.transpose(1, 2).contiguous(), problem.query.shape[-1] ** -0.5
+    query, scale = problem.query[0].transpose(0, 1).contiguous(), problem.query.shape[-1] ** -0.5
+    rows, slots = query.shape[0], problem.caches[0][0].shape[2]
+    query_ends, key_ends = (torch.tensor([0, end], dtype=torch.int32, device="cuda") for end in (rows, slots))
 
     def run(turn: int) -> Tensor:
-        keys, values = (cached.transpose(1, 2) for cached in problem.caches[turn % len(problem.caches)])
+        keys, values = (cached[0].transpose(0, 1) for cached in problem.caches[turn % len(problem.caches)])
         absent = [None] * 5
         found = torch.ops._vllm_fa3_C.fwd(
-            *(query, keys, values, None, None, None, None, *absent, None, None, None, None, None, *absent),
-            *(None, scale, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None),
+            *(query, keys, values, None, None, None, None, query_ends, key_ends, None, None, None, rows, slots),
+            *(*absent, None, None, None, None),
+            *(scale, True, -1, -1, 0.0, True, None, 0, None, 0, None, 1, 0, None),
         )
-        return found[0].transpose(1, 2)
+        return found[0].transpose(0, 1)
 
     def ours(turn: int) -> Tensor:
         keys, values = problem.caches[turn % len(problem.caches)]
@@ -108,10 +88,9 @@ def fa3(problem: Problem) -> tuple[Way, Way]:
     return run, ours
 
 
-PEERS: dict[str, Callable[[Problem], tuple[Way, Way]]] = {"flashinfer": flashinfer, "xformers": xformers, "fa3": fa3}
+PEERS: dict[str, Callable[[Problem], tuple[Way, Way]]] = {"flashinfer": flashinfer, "fa3": fa3}
 AGAINST = {
     "flashinfer": "FlashInfer's prefill with a packed mask",
-    "xformers": "xformers' tree_attention",
     "fa3": "FlashAttention 3 on a chain",
 }
 

@@ -12,6 +12,16 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "benchmarks"
 
 
+def _revision() -> str:
+    answer = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    return answer.stdout.strip() or "unknown"
+
+
+REVISION = _revision()  # before a report makes the tree dirty
+
+
 def figure(value: float, unit: str, against: str) -> dict[str, Any]:
     """One figure: a number, its unit, and what it is measured against in the same run."""
     return {"value": value, "unit": unit, "against": against}
@@ -30,7 +40,7 @@ def write(
     result = {
         "topic": topic,
         "command": " ".join(["python", str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
-        "revision": revision or _revision(),
+        "revision": revision or REVISION,
         "versions": versions or installed(),
         "device": device,
         "figures": figures,
@@ -54,10 +64,3 @@ def cpu_name() -> str:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def _revision() -> str:
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return answer.stdout.strip() or "unknown"

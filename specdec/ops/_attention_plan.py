@@ -218,14 +218,15 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
 
 
 def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int, portions: int) -> int:
-    """Shared memory of a thread block: the queries, and keys and values of the tiles in flight."""
+    """Shared memory of a thread block: queries, tiles in flight, and eight-bit values as the tensor cores take them."""
     dim, value_dim = (
         1 << (width - 1).bit_length()
         for width in (shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
     )
     size = max(2, shape.bytes_per_element)  # of a query
     rows = stages * tile * (dim + value_dim // portions) * shape.bytes_per_element
-    return size * block * dim + rows + (size - 2) * 16 * 1024
+    widened = size * tile * value_dim // portions + 16 * 1024 if shape.bytes_per_element == 1 else 0
+    return size * block * dim + rows + widened + (size - 2) * 16 * 1024
 
 
 @functools.lru_cache
