@@ -4,6 +4,15 @@ from specdec.drafters.block import BlockContext, BlockDrafter, BlockModel, Block
 from specdec.drafters.checkpoints import Inspection, Note, from_pretrained, inspect, save_pretrained
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import ModelDrafter
+from specdec.drafters.feature import (
+    EagleModel,
+    EagleSpec,
+    FeatureCache,
+    FeatureDrafter,
+    FeatureModel,
+    Rows,
+    States,
+)
 from specdec.drafters.hit_rate import HitRate
 from specdec.drafters.prompt_lookup import PromptLookupDrafter
 from specdec.drafters.rope import Rope
@@ -18,6 +27,11 @@ __all__ = [
     "BlockModel",
     "BlockSpec",
     "CombinedDrafter",
+    "EagleModel",
+    "EagleSpec",
+    "FeatureCache",
+    "FeatureDrafter",
+    "FeatureModel",
     "HitRate",
     "Inspection",
     "LayerContext",
@@ -25,7 +39,9 @@ __all__ = [
     "Note",
     "PromptLookupDrafter",
     "Rope",
+    "Rows",
     "Shortlist",
+    "States",
     "SuffixDrafter",
     "SuffixStore",
     "VocabularyMap",

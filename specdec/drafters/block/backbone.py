@@ -11,26 +11,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from specdec.drafters._layers import MLP, RMSNorm
 from specdec.drafters.block.context import BlockContext, KeysValues
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.rope import rotate
 from specdec.errors import ShapeError
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm, in float32 or wider."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        """A norm of rows of `size` numbers."""
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, rows: Float[Tensor, "*lead size"]) -> Float[Tensor, "*lead size"]:
-        """The rows at a mean square of 1, times the weight."""
-        exact = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * exact.to(rows.dtype)
 
 
 class BlockAttention(nn.Module):
@@ -147,22 +132,6 @@ class DynamicConv(nn.Module):
         return output
 
 
-class MLP(nn.Module):
-    """Gated MLP with SiLU."""
-
-    def __init__(self, spec: BlockSpec) -> None:
-        """Without biases."""
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
-
-    def forward(self, rows: Float[Tensor, "batch rows hidden"]) -> Float[Tensor, "batch rows hidden"]:
-        """`down(silu(gate) * up)`."""
-        output: Tensor = self.down_proj(nn.functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return output
-
-
 class BlockLayer(nn.Module):
     """Attention and MLP, each with a norm before it, a residual, and with DFlash 2 a convolution around it."""
 
@@ -170,7 +139,7 @@ class BlockLayer(nn.Module):
         """One layer."""
         super().__init__()
         self.self_attn = BlockAttention(spec, layer)
-        self.mlp = MLP(spec)
+        self.mlp = MLP(spec.hidden_size, spec.intermediate_size)
         self.input_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         taps, group = spec.conv_kernel_size, spec.conv_group_size

@@ -14,16 +14,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specdec.drafters._committed import Doubt, committed_text
+from specdec.drafters._proposals import candidates, log_law, nothing, spread
 from specdec.drafters.block.context import BlockContext
 from specdec.drafters.block.model import BlockModel
-from specdec.errors import ShapeError, SpecdecError, UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Candidates, Frontier
 
 logger = logging.getLogger(__name__)
-
-HOPELESS = 64
-"""Blocks of which no token was accepted, after which a drafter warns."""
 
 
 @dataclass(slots=True)
@@ -81,7 +80,7 @@ class BlockDrafter:
         self._given_temperature = temperature
         self._context: BlockContext | None = None
         self._block: _Block | None = None
-        self._hopeless: int | None = 0  # blocks without an accepted token so far; None once there was one, or a warning
+        self._doubt = Doubt(logger)
 
     def __repr__(self) -> str:
         spec = self.model.spec
@@ -98,28 +97,12 @@ class BlockDrafter:
         Raises:
             UnsupportedError: if there are no features, or the target's tokens are not the drafter's.
         """
-        spec = self.model.spec
-        if context.features is None:
-            raise UnsupportedError(f"{self!r} reads features of layers {spec.feature_layers}; the request has none.")
+        text = committed_text(context, self.model.spec, self)
         self.model.check_complete()
-        if context.vocab_size != spec.vocab_size:
-            raise UnsupportedError(
-                f"{self!r} was made for {spec.vocab_size} tokens, the target has {context.vocab_size}."
-            )
         self._device = context.tokens.device
         self._temperature = self._given_temperature or context.temperature or 1.0
         self._context = self.model.context(context.tokens.shape[0])
-        # Real tokens to the front of each row; the last one is the root, which has no features yet.
-        counts = (context.mask.sum(-1) - 1).clamp_min(0)
-        order = (~context.mask).to(torch.int64).sort(dim=-1, stable=True).indices[:, : int(counts.max())]
-        features = context.features.to(order.device)
-        if features.shape[1] + 1 < int(context.mask.shape[1]):
-            raise ShapeError(
-                f"{self!r} was given features of {features.shape[1]} columns for {context.mask.shape[1]} tokens; "
-                "expected those of all tokens but the last."
-            )
-        features = features.gather(1, order[:, :, None].expand(-1, -1, features.shape[-1]))
-        self._extend(features, counts)
+        self._extend(text.features, text.counts)
         self._block = None
 
     @torch.no_grad()
@@ -140,8 +123,7 @@ class BlockDrafter:
         if block is None:
             raise SpecdecError("BlockDrafter was asked for a later level first; a round begins at the root.")
         if frontier.depth >= self.length:
-            none = frontier.tokens[:, :, None]
-            return Candidates(none, torch.full(none.shape, -torch.inf, device=none.device))
+            return nothing(frontier.tokens)
         slot, states = frontier.depth, block.states
         if states is not None:
             parents = frontier.parents.to(device).clamp_min(0)
@@ -150,23 +132,12 @@ class BlockDrafter:
         if self.model.marginal and self._least is None:
             previous = previous[:, :1]  # one law for all nodes
         ids, scores, block.states = self.model.scores(block.hidden[:, slot], block.logits[:, slot], previous, states)
-        log_probs = (scores / self._temperature).log_softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        log_probs = log_law(scores, self._temperature)
         if self._least is not None:
             unsure = self.model.confidence(block.hidden[:, slot], previous) < self._least
             log_probs = log_probs.masked_fill(unsure[..., None], -torch.inf)
-        top, ranks = log_probs.topk(min(count, log_probs.shape[-1]), dim=-1)
-        chosen = ranks if ids is None else ids.gather(-1, ranks)
-        answers = chosen.to(self._device), top.to(self._device), self._law(ids, log_probs.exp())
-        return Candidates(*(answer.expand(-1, frontier.tokens.shape[1], -1) for answer in answers))
-
-    def _law(
-        self, tokens: Int[Tensor, "batch frontier rank"] | None, probs: Float[Tensor, "batch frontier rank"]
-    ) -> Float[Tensor, "batch frontier vocab"]:
-        """The law over the target's vocabulary that draws follow."""
-        if tokens is None:
-            return probs.to(self._device)
-        dense = probs.new_zeros(*probs.shape[:2], self.model.spec.vocab_size)
-        return dense.scatter_(-1, tokens, probs).to(self._device)
+        found = candidates(log_probs, ids, count, self.model.spec.vocab_size, self._device)
+        return spread(found, frontier.tokens.shape[1])
 
     def confidence(self, frontier: Frontier) -> Float[Tensor, "batch frontier"]:
         """Probability that the target accepts the child of each node, as a DSpark confidence head tells it.
@@ -194,23 +165,8 @@ class BlockDrafter:
         kept = counts.cpu()  # the one thing that is read back
         self._extend(features, kept)
         if self._block is not None:
-            self._judge(kept)
+            self._doubt.judge(self, kept)
         self._block = None
-
-    def _judge(self, counts: Int[Tensor, " batch"]) -> None:
-        """Warns, once, if drafts are never accepted: a drafter that reads wrong states raises nothing."""
-        if self._hopeless is None or bool((counts > 1).any()):
-            self._hopeless = None
-            return
-        self._hopeless += int((counts > 0).sum())
-        if self._hopeless >= HOPELESS:
-            logger.warning(
-                "%r: no token of %d blocks was accepted. Was it made for this target? drafters.inspect() tells which "
-                "hidden states it reads and which slot predicts which token.",
-                self,
-                self._hopeless,
-            )
-            self._hopeless = None
 
     def finish(self) -> None:
         """Drops the request's context."""

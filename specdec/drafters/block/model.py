@@ -1,12 +1,10 @@
 """A block drafter's weights: the backbone, its heads, and what it owns of an embedding and an output head."""
 
-from collections.abc import Callable
-from typing import Any, cast
-
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
+from specdec.drafters._borrowing import Borrower
 from specdec.drafters.block.backbone import BlockBackbone
 from specdec.drafters.block.context import BlockContext
 from specdec.drafters.block.heads import CandidateSelector, ConfidenceHead, MarkovHead
@@ -14,11 +12,8 @@ from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import ShapeError, UnsupportedError
 
-Rows = Callable[[Tensor], Tensor]
-"""An embedding (ids to rows) or an output head (rows to logits)."""
 
-
-class BlockModel(BlockBackbone):
+class BlockModel(BlockBackbone, Borrower):
     """A DFlash, DFlash 2 or DSpark model. Parameters have the names of published checkpoints.
 
     Args:
@@ -48,65 +43,11 @@ class BlockModel(BlockBackbone):
     def __init__(self, spec: BlockSpec, shortlist: Shortlist | None = None) -> None:
         """Random weights; what is borrowed is missing until `borrow`."""
         super().__init__(spec)
-        found = (spec.vocab_size, spec.vocab_size) if shortlist is None else (len(shortlist.ids), shortlist.vocab_size)
-        if found != (spec.draft_vocab_size, spec.vocab_size):
-            raise UnsupportedError(
-                f"BlockModel: the head has {spec.draft_vocab_size} of {spec.vocab_size} tokens; pass a shortlist of as "
-                f"many, got {found[0]} of {found[1]}."
-            )
-        self.shortlist = shortlist
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size) if spec.own_embedding else None
-        self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False) if spec.own_head else None
+        self._own(spec, shortlist)
         self.candidate_selector = CandidateSelector(spec) if spec.selector_rank else None
         self.markov_head = MarkovHead(spec) if spec.markov_rank else None
         extra = spec.markov_rank if spec.confidence == "hidden_token" else 0
         self.confidence_head = ConfidenceHead(spec.hidden_size + extra) if spec.confidence else None
-        self._borrowed: dict[str, Rows] = {}
-
-    def borrow(self, target: Any) -> "BlockModel":
-        """Takes from a target what the drafter has not of its own, its embedding and output head; returns the model.
-
-        They are used where they are: not copied (the rows of a shortlist excepted), not registered, in their own dtype.
-
-        Args:
-            target: a model with `get_input_embeddings` and `get_output_embeddings`.
-
-        Raises:
-            UnsupportedError: if their sizes are not those that the drafter needs.
-        """
-        spec, head = self.spec, target.get_output_embeddings()
-        embedding = target.get_input_embeddings().weight
-        for name, own, found, rows in (
-            ("an embedding", self.embed_tokens, embedding, spec.vocab_size),
-            ("an output head", self.lm_head, head.weight, spec.vocab_size),
-        ):
-            if own is None and tuple(found.shape) != (rows, spec.hidden_size):
-                raise UnsupportedError(
-                    f"the drafter borrows {name} of {rows} x {spec.hidden_size}, the target's is "
-                    f"{' x '.join(map(str, found.shape))}."
-                )
-
-        def embed(tokens: Tensor) -> Tensor:
-            return nn.functional.embedding(tokens.to(embedding.device), embedding)  # some models' own modules scale
-
-        kept = None if self.shortlist is None else self.shortlist.ids.to(head.weight.device)
-        rows_of_list = None if kept is None or self.lm_head is not None else head.weight.detach()[kept]
-
-        def project(hidden: Tensor) -> Tensor:
-            hidden, place = hidden.to(head.weight), hidden.device
-            logits = head(hidden) if rows_of_list is None else nn.functional.linear(hidden, rows_of_list)
-            return cast(Tensor, logits.to(place))
-
-        self._borrowed = {"embedding": embed, "output head": project}
-        return self
-
-    def check_complete(self) -> None:
-        """Raises `UnsupportedError` if something is neither the drafter's own nor borrowed."""
-        for name, own in (("embedding", self.embed_tokens), ("output head", self.lm_head)):
-            if own is None and name not in self._borrowed:
-                raise UnsupportedError(
-                    f"the drafter has no {name} of its own; take the target's: model.borrow(target)."
-                )
 
     def context(self, batch: int = 1) -> BlockContext:
         """An empty context for texts of so many rows."""
@@ -133,14 +74,13 @@ class BlockModel(BlockBackbone):
             )
         tokens = torch.full((anchors.shape[0], rows), self.spec.mask_token_id, device=anchors.device)
         tokens[:, 0] = anchors
-        embed: Rows = self.embed_tokens or self._borrowed["embedding"]
-        hidden: Tensor = self((embed(tokens) * self.spec.embedding_scale).to(self.norm.weight), context)
+        hidden: Tensor = self(self._embed(tokens, self.norm.weight) * self.spec.embedding_scale, context)
         return hidden[:, 1:] if self.spec.layout == "fill_in" else hidden
 
     def logits(self, hidden: Float[Tensor, "batch slots hidden"]) -> Float[Tensor, "batch slots vocab"]:
         """Logits of the slots before any of them knows the token before it."""
         self.check_complete()
-        logits = (self.lm_head or self._borrowed["output head"])(hidden) * self.spec.output_multiplier
+        logits = self._project(hidden) * self.spec.output_multiplier
         return logits if self.spec.softcap is None else (logits / self.spec.softcap).tanh() * self.spec.softcap
 
     @property

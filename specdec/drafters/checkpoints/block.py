@@ -8,18 +8,18 @@ an embedding and a head of its own. *speculators*: the layers' configuration ins
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.drafters.block.spec import BlockSpec
-from specdec.drafters.checkpoints.keys import Keys, Note
-from specdec.drafters.rope import Rope
+from specdec.drafters.block import BlockModel, BlockSpec
+from specdec.drafters.checkpoints.formats import Format, Target
+from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.layers import decoder_keys, speculative_tokens, windows_of
 from specdec.errors import UnsupportedError
 
 ZLAB = {"DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2"}
 DEEPSPEC = ("Qwen3DSparkModel",)
 SPECULATORS = ("dflash", "dflash2", "dspark")
-ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
-def dialect_of(config: Mapping[str, Any]) -> str:
+def dialect_of(config: Mapping[str, Any], names: frozenset[str] = frozenset()) -> str:  # noqa: ARG001 - other formats need the names
     """Name of the published format, or an empty string.
 
     Example:
@@ -37,13 +37,13 @@ def dialect_of(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def read_spec(config: Mapping[str, Any], names: frozenset[str], feature_size: int | None) -> tuple[BlockSpec, Keys]:
+def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target | None) -> tuple[BlockSpec, Keys]:
     """The specification of a block drafter, and the keys it came from.
 
     Args:
         config: `config.json`.
         names: names of its tensors.
-        feature_size: width of the target's states, where it is known; else the drafter's own width.
+        target: where it is known, its states have its width; else the drafter's own.
     """
     dialect = dialect_of(config)
     if dialect == "z-lab":
@@ -54,20 +54,13 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], feature_size: in
     elif dialect == "DeepSpec":
         keys = Keys({"": dict(config)})
         fields = _deepspec(keys)
-    elif dialect == "speculators":
+    else:
         inner = dict(config.get("transformer_layer_config") or {})
         keys = Keys({"": dict(config), "transformer_layer_config.": inner})
         keys.take("transformer_layer_config", "speculators_config", "speculators_version")
         fields = _speculators(keys, str(keys.get("speculators_model_type")))
-    else:
-        raise UnsupportedError(
-            f"architectures {config.get('architectures')!r} and speculators_model_type "
-            f"{config.get('speculators_model_type')!r} are no drafter known here. Known are "
-            f"{', '.join((*ZLAB, *DEEPSPEC))} and speculators' {', '.join(SPECULATORS)}."
-        )
-    _qwen3(keys)
-    common = _layers(keys)
-    width = feature_size if feature_size is not None else common["hidden_size"]
+    common = decoder_keys(keys)
+    width = common["hidden_size"] if target is None else target.hidden_size
     vocab = keys.integer("vocab_size")
     made: dict[str, Any] = {
         "feature_size": keys.integer("target_hidden_size", width, why="the target's width"),
@@ -81,50 +74,9 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], feature_size: in
     return BlockSpec(**made), keys
 
 
-def _layers(keys: Keys) -> dict[str, Any]:
-    """What all dialects say in the words of a Qwen3 configuration."""
-    hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    head_dim = keys.integer("head_dim", hidden // heads, why="hidden_size / num_attention_heads")
-    keys.take(*ROPE_KEYS)
-    merged = {key: value for part in reversed(keys.parts.values()) for key, value in part.items()}
-    rope = Rope.from_config(merged, head_dim)
-    keys.notes["rope"] = Note("rope", rope, " ".join(key for key in ROPE_KEYS if merged.get(key) is not None))
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": keys.integer("intermediate_size"),
-        "num_heads": heads,
-        "num_kv_heads": keys.integer("num_key_value_heads", heads, why="as many as query heads"),
-        "head_dim": head_dim,
-        "rms_norm_eps": keys.number("rms_norm_eps", 1e-6, why="that of Qwen3"),
-        "attention_bias": keys.flag("attention_bias", False, why="that of Qwen3"),
-        "rope": rope,
-    }
-
-
-def _qwen3(keys: Keys) -> None:
-    """Refuses layers of another kind than those of the backbone."""
-    activation = keys.get("hidden_act", "silu", why="that of Qwen3")
-    if activation != "silu":
-        raise UnsupportedError(f"hidden_act {activation!r} is not served; block drafters have 'silu'.")
-
-
-def _windows(keys: Keys) -> tuple[int | None, ...]:
-    """Sliding window of each layer."""
-    layers = keys.integer("num_hidden_layers")
-    full = ["full_attention"] * layers
-    types = keys.get("layer_types", full, why="no sliding layers named")
-    if len(types) != layers or set(types) - {"full_attention", "sliding_attention"}:
-        raise UnsupportedError(f"layer_types {types!r} must name {layers} layers of full or sliding attention.")
-    if "sliding_attention" not in types:
-        keys.optional("sliding_window", float, why="no sliding layers")
-        return (None,) * layers
-    window = keys.integer("sliding_window", also=("swa_window_size",))
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
-
-
 def _zlab(keys: Keys, family: str, own_head: bool) -> dict[str, Any]:
     """A `DFlashDraftModel` or `DFlash2DraftModel` of z-lab."""
-    windows = _windows(keys)
+    windows = windows_of(keys)
     by_type = tuple(window is not None for window in windows)
     if keys.flag("use_swa", False, why="layer_types say it") and not any(by_type):
         windows = (keys.integer("swa_window_size", also=("sliding_window",)),) * len(windows)
@@ -178,7 +130,7 @@ def _markov(keys: Keys) -> dict[str, Any]:
 
 def _deepspec(keys: Keys) -> dict[str, Any]:
     """A `Qwen3DSparkModel` of DeepSpec; without a Markov head it is what DeepSpec calls DFlash."""
-    windows = _windows(keys)
+    windows = windows_of(keys)
     return {
         "family": "dspark",
         "layout": "anchor_first",
@@ -193,10 +145,10 @@ def _deepspec(keys: Keys) -> dict[str, Any]:
 
 def _speculators(keys: Keys, family: str) -> dict[str, Any]:
     """A drafter of speculators, whose ids index `hidden_states` as they are."""
-    windows = _windows(keys)
+    windows = windows_of(keys)
     bidirectional = keys.flag("sliding_window_non_causal", family == "dflash2", why=f"that of speculators' {family}")
     block_size = keys.integer("block_size", 8, why="that of speculators")
-    drafted = _speculative_tokens(keys.parts[""])
+    drafted = speculative_tokens(keys.parts[""])
     default, why = family == "dspark", f"that of speculators' {family}"
     if drafted in (block_size - 1, block_size):
         default, why = drafted == block_size, f"speculative_tokens {drafted} of block_size {block_size}"
@@ -219,13 +171,6 @@ def _speculators(keys: Keys, family: str) -> dict[str, Any]:
     return fields
 
 
-def _speculative_tokens(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the publisher drafts; older files say in no other way which slot predicts which token."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    found = methods[0].get("speculative_tokens")
-    return found if isinstance(found, int) else None
-
-
 def _spread(target_layers: int | None, count: int) -> tuple[int, ...]:
     """Layer ids that z-lab's code assumes where none are given."""
     if target_layers is None:
@@ -234,3 +179,19 @@ def _spread(target_layers: int | None, count: int) -> tuple[int, ...]:
         return (target_layers // 2,)
     first, last = 1, target_layers - 3
     return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
+
+
+RENAMED = {
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
+}
+"""Names that some publishers give to parameters, and ours."""
+
+FORMAT = Format(
+    known=f"{', '.join((*ZLAB, *DEEPSPEC))} and speculators' {', '.join(SPECULATORS)}",
+    dialect_of=dialect_of,
+    read_spec=read_spec,
+    build=BlockModel,
+    rename=lambda name: RENAMED.get(name, name),
+    heads=("lm_head.weight", "markov_head.markov_w2.weight"),
+)

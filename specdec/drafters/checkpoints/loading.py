@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
-from specdec.drafters.checkpoints import block
+from specdec.drafters.block import BlockDrafter
+from specdec.drafters.checkpoints import block, eagle
 from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
-from specdec.drafters.checkpoints.keys import Keys, Note
+from specdec.drafters.checkpoints.formats import Format, Target
+from specdec.drafters.checkpoints.keys import Note
+from specdec.drafters.feature import FeatureDrafter
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import UnsupportedError
 
@@ -22,19 +24,7 @@ logger = logging.getLogger(__name__)
 MAPS = frozenset({"d2t", "t2d"})
 """Tensors that say which target tokens a reduced vocabulary has."""
 
-RENAMED = {
-    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
-}
-"""Names that some publishers give to parameters, and ours."""
-
-
-HEADS = {
-    "conv_kernel_size": ("conv_group_size",),
-    "selector_rank": ("selector_top_k",),
-    "markov_rank": ("markov_kind", "confidence"),
-}
-"""Fields that say whether a drafter has a part, and fields that concern it alone."""
+FORMATS: tuple[Format, ...] = (block.FORMAT, eagle.FORMAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Inspection:
 
     source: Path
     dialect: str
-    spec: BlockSpec
+    spec: Any
     notes: tuple[Note, ...]
     borrowed: tuple[str, ...]
     reduced: bool
@@ -61,10 +51,10 @@ class Inspection:
 
     def __str__(self) -> str:
         spec, hidden = self.spec, set[str]()
-        for part, names in HEADS.items():
-            hidden |= set() if getattr(spec, part) else {part, *names}
+        for part, names in PARTS.items():
+            hidden |= set() if getattr(spec, part, None) else {part, *names}
         lines = [f"{self.source.name}: {spec.family} in the format of {self.dialect}", "  what it is"]
-        shown = [name for name in BlockSpec.__dataclass_fields__ if name not in hidden]
+        shown = [name for name in spec.__dataclass_fields__ if name not in hidden]
         lines += [f"    {name:24} {getattr(spec, name)}" for name in shown]
         lines.append(f"    {'borrowed':24} {', '.join(self.borrowed) or 'nothing'}")
         for title, assumed in (("assumed, since config.json does not say it", True), ("read from config.json", False)):
@@ -76,11 +66,21 @@ class Inspection:
         return "\n".join(lines)
 
 
-def inspect(path_or_repo: str | Path, *, revision: str | None = None) -> Inspection:
+PARTS = {
+    "conv_kernel_size": ("conv_group_size",),
+    "selector_rank": ("selector_top_k",),
+    "markov_rank": ("markov_kind", "confidence"),
+    "mask_token_id": (),
+}
+"""Fields that say whether a drafter has a part, and fields that concern it alone."""
+
+
+def inspect(path_or_repo: str | Path, target: Any = None, *, revision: str | None = None) -> Inspection:
     """What a published drafter is, without loading it. `print` shows what was read and what was inferred.
 
     Args:
         path_or_repo: a folder, or a repository of the Hub.
+        target: the model that it was made for. Some formats say less without: which states of it are read, say.
         revision: of the repository.
 
     Raises:
@@ -91,8 +91,7 @@ def inspect(path_or_repo: str | Path, *, revision: str | None = None) -> Inspect
         >>> print(drafters.inspect("z-lab/Qwen3-8B-DFlash-b16"))  # doctest: +SKIP
     """
     files = open_checkpoint(path_or_repo, revision=revision)
-    found, _ = _understand(files, None)
-    return found
+    return _understand(files, None if target is None else Target.of(target)).found
 
 
 def from_pretrained(
@@ -106,7 +105,7 @@ def from_pretrained(
     temperature: float | None = None,
     least_confidence: float | None = None,
     shortlist: Shortlist | None = None,
-) -> BlockDrafter:
+) -> BlockDrafter | FeatureDrafter:
     """Loads a published drafter for a target.
 
     Args:
@@ -116,9 +115,10 @@ def from_pretrained(
         revision: of the repository.
         dtype: of the drafter's weights; None is the target's.
         device: where the drafter runs; None is where the target's embedding is.
-        length: most tokens of a block; None drafts as many as the drafter was trained for.
+        length: most tokens of a path; None drafts as many as the drafter was trained for.
         temperature: of the draft law; None follows the request.
         least_confidence: probability of acceptance below which a confidence head ends a path; None never asks it.
+            For block drafters.
         shortlist: tokens of the target to draft from; None drafts from all that the checkpoint has.
 
     Raises:
@@ -129,19 +129,17 @@ def from_pretrained(
         >>> drafter = drafters.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target)  # doctest: +SKIP
         >>> generator = SpeculativeGenerator(target, drafter, trees.BestFirst(nodes=31))  # doctest: +SKIP
     """
-    if not all(hasattr(target, name) for name in ("config", "get_input_embeddings", "get_output_embeddings")):
-        raise UnsupportedError(f"from_pretrained: target= takes a transformers model, got {type(target).__name__}.")
     if dtype is not None and not dtype.is_floating_point:
         raise UnsupportedError(f"from_pretrained: dtype must be a floating-point torch.dtype, got {dtype!r}.")
-    files = open_checkpoint(path_or_repo, revision=revision)
-    config = target.config.get_text_config()
-    found, names = _understand(files, int(config.hidden_size))
+    facts, files = Target.of(target), open_checkpoint(path_or_repo, revision=revision)
+    understood = _understand(files, facts)
+    found, format = understood.found, understood.format
     if found.unknown:
         logger.warning("%s: keys not understood, without effect: %s", found.source.name, ", ".join(found.unknown))
-    like = target.get_input_embeddings().weight
-    _check_target(found, int(config.num_hidden_layers), int(target.get_output_embeddings().weight.shape[0]))
+    _check_target(found, facts)
     if shortlist is not None and found.reduced:
         raise UnsupportedError(f"{found.source.name} has a reduced vocabulary already; leave shortlist= out.")
+    like = target.get_input_embeddings().weight
     tensors, maps = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in files.tensors():
         if name in MAPS:
@@ -149,56 +147,76 @@ def from_pretrained(
         elif not tensor.is_floating_point():
             raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected floating point.")
         else:
-            tensors[names[name]] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
+            tensors[understood.names[name]] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
     spec, chosen = found.spec, _reduced(maps, found.spec) or shortlist
     if shortlist is not None:
         spec = dataclasses.replace(spec, draft_vocab_size=len(shortlist.ids))
-        heads = ("lm_head.weight", "markov_head.markov_w2.weight")  # one row per token that can be drafted
-        tensors |= {name: tensors[name][shortlist.ids.to(tensors[name].device)] for name in heads if name in tensors}
+        rows = [name for name in format.heads if name in tensors]
+        tensors |= {name: tensors[name][shortlist.ids.to(tensors[name].device)] for name in rows}
     with torch.device("meta"):
-        model = BlockModel(spec, chosen)
+        model = format.build(spec, chosen)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False)
     try:
-        model.borrow(target)
+        model.borrow(target)  # type: ignore[operator]  # the models of all formats are borrowers
     except UnsupportedError as error:
         raise UnsupportedError(f"{found.source.name} was not made for this target: {error}") from None
-    return BlockDrafter(model, length=length, temperature=temperature, least_confidence=least_confidence)
+    if format is block.FORMAT:
+        return BlockDrafter(model, length=length, temperature=temperature, least_confidence=least_confidence)  # type: ignore[arg-type]  # what this format builds
+    if least_confidence is not None:
+        raise UnsupportedError(
+            f"least_confidence={least_confidence}: {found.spec.family} has no confidence head."
+        )
+    return FeatureDrafter(model, length=length, temperature=temperature)  # type: ignore[arg-type]  # what the others build
 
 
-def _understand(files: CheckpointFiles, feature_size: int | None) -> tuple[Inspection, dict[str, str]]:
-    """The specification of a checkpoint, and our name for each of its tensors; all of them are accounted for."""
-    dialect = block.dialect_of(files.config)
+@dataclass(frozen=True, slots=True)
+class _Understood:
+    """What was understood, its format, and our name for each tensor of the checkpoint."""
+
+    found: Inspection
+    format: Format
+    names: dict[str, str]
+
+
+def _understand(files: CheckpointFiles, target: Target | None) -> _Understood:
+    """What a checkpoint is; all of its tensors are accounted for."""
+    format = next((each for each in FORMATS if each.dialect_of(files.config, files.names)), None)
+    if format is None:
+        config = files.config
+        raise UnsupportedError(
+            f"{files.folder}: architectures {config.get('architectures')!r} and speculators_model_type "
+            f"{config.get('speculators_model_type')!r} are no drafter known here. Known are "
+            f"{'; '.join(each.known for each in FORMATS)}."
+        )
     try:
-        spec, keys = block.read_spec(files.config, files.names, feature_size)
-        names = _check_tensors(files, spec)
+        spec, keys = format.read_spec(files.config, files.names, target)
+        names = _check_tensors(files, format, spec)
     except UnsupportedError as error:
         raise UnsupportedError(f"{files.folder}: {error}") from None
-    return _inspection(files, dialect, spec, keys), names
-
-
-def _inspection(files: CheckpointFiles, dialect: str, spec: BlockSpec, keys: Keys) -> Inspection:
     owned = {"embedding": spec.own_embedding, "output head": spec.own_head}
-    return Inspection(
+    found = Inspection(
         source=files.folder,
-        dialect=dialect,
+        dialect=format.dialect_of(files.config, files.names),
         spec=spec,
         notes=tuple(keys.notes.values()),
         borrowed=tuple(part for part, own in owned.items() if not own),
         reduced=bool(files.names & MAPS),
         unknown=tuple(keys.unknown()),
     )
+    return _Understood(found, format, names)
 
 
-def _check_tensors(files: CheckpointFiles, spec: BlockSpec) -> dict[str, str]:
+def _check_tensors(files: CheckpointFiles, format: Format, spec: Any) -> dict[str, str]:
     """Our name for each tensor; raises unless all are there, none is left over and all have the right shape."""
     # Which tokens a reduced vocabulary has is not known before tensors are read; their number decides the shapes.
     reduced = spec.draft_vocab_size != spec.vocab_size
     shortlist = Shortlist(torch.arange(spec.draft_vocab_size), spec.vocab_size) if reduced else None
     with torch.device("meta"):
-        expected: Mapping[str, Tensor] = BlockModel(spec, shortlist).state_dict()
-    names = {name: RENAMED.get(name, name) for name in files.names - MAPS}
-    missing, surplus = sorted(set(expected) - set(names.values())), sorted(set(names.values()) - set(expected))
+        expected: Mapping[str, Tensor] = format.build(spec, shortlist).state_dict()
+    names = {name: format.rename(name) for name in files.names - MAPS}
+    missing = sorted(format.published(ours, files.names) for ours in set(expected) - set(names.values()))
+    surplus = sorted(name for name, ours in names.items() if ours not in expected)
     if missing or surplus:
         parts = [f"tensors that are missing: {_some(missing)}"] if missing else []
         parts += [f"tensors that are not known: {_some(surplus)}"] if surplus else []
@@ -221,9 +239,9 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
-def _check_target(found: Inspection, layers: int, vocab_size: int) -> None:
+def _check_target(found: Inspection, target: Target) -> None:
     """Raises unless a drafter fits a target."""
-    spec = found.spec
+    spec, layers, vocab_size = found.spec, target.layers, target.vocab_size
     demands = [
         (
             f"it reads hidden state {max(spec.feature_layers)}, the target has states 0 to {layers}",
@@ -236,7 +254,7 @@ def _check_target(found: Inspection, layers: int, vocab_size: int) -> None:
         raise UnsupportedError(f"{found.source.name} was not made for this target: {wrong}.")
 
 
-def _reduced(maps: Mapping[str, Tensor], spec: BlockSpec) -> Shortlist | None:
+def _reduced(maps: Mapping[str, Tensor], spec: Any) -> Shortlist | None:
     """The target's tokens that a checkpoint drafts from: `d2t` holds offsets, `t2d` marks the same tokens."""
     if "d2t" not in maps:
         return None

@@ -1,7 +1,6 @@
 """Block drafters in rounds: the text is the target's, and the context is the committed text, whatever was drafted."""
 
 import inspect
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -9,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from specdec import drafters, trees, verify
-from specdec.drafters.block import BlockContext, BlockDrafter, context
+from specdec.drafters.block import BlockDrafter, context
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext, TreeBuilder
 from specdec.testing import FAMILIES
 from specdec.types import Candidates, Frontier
 from tests import helpers
 from tests.drafters.block.checkpoints import write
+from tests.drafters.steered import Steered
 
 NEW = 24
 TREES: dict[str, TreeBuilder] = {
@@ -34,47 +33,6 @@ def drafter_of(family: str, dialect: str) -> BlockDrafter:
     layers = target.config.get_text_config().num_hidden_layers
     written = write(Path(mkdtemp()), dialect, num_target_layers=layers)
     return drafters.from_pretrained(written.folder, target)
-
-
-class Steered(BlockDrafter):
-    """Puts the token of a known text first, in as many slots as each row's schedule says; None drafts nothing."""
-
-    def __init__(self, drafter: BlockDrafter, reference: Tensor, schedules: Sequence[Sequence[int | None]]) -> None:
-        super().__init__(drafter.model)
-        self.reference, self.schedules = reference, schedules
-        self.round, self.last = -1, BlockContext([], batch=1, device="cpu")
-
-    def start(self, context: DraftContext) -> None:
-        self.round = -1
-        super().start(context)
-
-    def children(self, frontier: Frontier, count: int) -> Candidates:
-        found = super().children(frontier, count)
-        self.round += frontier.depth == 0
-        if frontier.depth >= self.length:
-            return found
-        tokens, log_probs = found.tokens.clone(), found.log_probs.clone()
-        for row, length in enumerate(self._started().lengths.tolist()):
-            schedule = self.schedules[row % len(self.schedules)]
-            right = schedule[self.round % len(schedule)]
-            place = helpers.START["ragged"] - self.real[row] + length + 1 + frontier.depth
-            if right is None:
-                log_probs[row] = -torch.inf
-            elif frontier.depth < right and place < self.reference.shape[1]:
-                wanted = self.reference[row, place]
-                for ranks in tokens[row]:
-                    ranks[ranks == wanted] = ranks[0].clone()
-                    ranks[0] = wanted
-        return Candidates(tokens, log_probs)
-
-    @property
-    def real(self) -> list[int]:
-        """Prompt tokens of each row."""
-        return [len(prompt) for prompt in helpers.FOUR]
-
-    def finish(self) -> None:
-        self.last = self._started()
-        super().finish()
 
 
 def run(family: str, dialect: str, tree: TreeBuilder) -> tuple[helpers.Run, Steered]:
@@ -105,8 +63,9 @@ def test_e10_the_context_is_that_of_the_committed_text(
     """After ragged rounds the cached keys and values are those of a fresh start on the target's true features."""
     monkeypatch.setattr(context, "GROWTH", 2)
     made, steered = run(family, dialect, TREES["best first"])
+    last = steered.kept["_context"]
     target, fresh = helpers.model(family), drafter_of(family, dialect)
-    lengths = steered.last.lengths.tolist()
+    lengths = last.lengths.tolist()
     assert len(set(lengths)) > 1
     for row, prompt in enumerate(helpers.FOUR):
         text = made.output[row, -NEW - len(prompt) :][None]
@@ -116,9 +75,9 @@ def test_e10_the_context_is_that_of_the_committed_text(
         fresh.start(DraftContext(tokens, torch.ones_like(tokens, dtype=torch.bool), 97, features=features))
         expected = fresh._started()
         assert expected.lengths.tolist() == [lengths[row]]
-        for mine, theirs in zip(steered.last.layers, expected.layers, strict=True):
+        for mine, theirs in zip(last.layers, expected.layers, strict=True):
             first = max(mine.base, theirs.base)
-            for found, wanted in zip(steered.last.held(mine), expected.held(theirs), strict=True):
+            for found, wanted in zip(last.held(mine), expected.held(theirs), strict=True):
                 kept = found[row, :, first - mine.base : lengths[row] - mine.base]
                 torch.testing.assert_close(kept, wanted[0, :, first - theirs.base :], rtol=1e-6, atol=1e-7)
                 assert kept.shape[1] > 0
@@ -167,7 +126,7 @@ def test_a_drafter_that_is_never_right_says_so(helpless: bool, caplog: pytest.Lo
     """A wrong feature index raises nothing anywhere; acceptance at chance is all there is to see."""
     reference = helpers.text("ragged", NEW)
     schedule = [[0]] if helpless else helpers.RAGGED
-    steered = Steered(drafter_of("llama", "dflash_flat"), reference, schedule)
+    steered = Steered(BlockDrafter(drafter_of("llama", "dflash_flat").model), reference, schedule)
     request = {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
     made = helpers.speculate(helpers.model(), steered, trees.Chain(2), **request)
     assert (made.generator.stats.accepted == 0) == helpless

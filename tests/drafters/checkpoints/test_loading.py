@@ -1,6 +1,8 @@
 """Checkpoints are understood whole or refused by name: no tensor or key is overlooked, invented or mistyped."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from inspect import unwrap
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,23 @@ from specdec.drafters.checkpoints.keys import SILENT
 from specdec.errors import UnsupportedError
 from tests import helpers
 from tests.drafters.block.checkpoints import ABSENT, DIALECTS, write
+from tests.drafters.feature import eagle_checkpoints as eagle
+
+WRITERS: dict[str, Callable[[Path], Any]] = {
+    **{dialect: partial(write, dialect=dialect) for dialect in DIALECTS},
+    **{f"eagle3, {name}": partial(eagle.write, dialect=name, num_target_layers=2) for name in eagle.DIALECTS},
+}
+"""Every published format."""
+
+_FLAT = {"num_hidden_layers", "sliding_window", "layer_types"}
+NOT_READ: dict[str, set[str]] = {
+    "eagle3, eagle": _FLAT,
+    "eagle3, specforge": _FLAT,
+    "eagle3, deepspec": _FLAT | {"step_loss_decay", "target_model_name_or_path"},
+    "eagle3, speculators": {"embed_requires_grad"},
+    "eagle3, peagle": {"embed_requires_grad"},
+}
+"""Keys that are known to say nothing about what is computed, whatever their values."""
 
 EXPECTED: dict[str, dict[str, Any]] = {
     "dflash_flat": {"family": "dflash", "layout": "fill_in", "causal": (False, False), "windows": (None, None)},
@@ -58,11 +77,11 @@ def test_the_published_list_of_tensors(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(dialect=st.sampled_from(DIALECTS), data=st.data())
-def test_a_wrong_tensor_is_named(dialect: str, data: st.DataObject, tmp_path: Path) -> None:
+@given(kind=st.sampled_from(sorted(WRITERS)), data=st.data())
+def test_a_wrong_tensor_is_named(kind: str, data: st.DataObject, tmp_path: Path) -> None:
     """Removed, renamed, reshaped, added: whatever happens to one tensor, the error says which."""
     folder = tmp_path / str(data.draw(st.uuids()))
-    written = write(folder, dialect)
+    written = WRITERS[kind](folder)
     name = data.draw(st.sampled_from(sorted(set(written.weights) - {"t2d"})))
     change = data.draw(st.sampled_from(["remove", "rename", "reshape", "add"]))
     weights, named = dict(written.weights), name
@@ -83,14 +102,15 @@ def test_a_wrong_tensor_is_named(dialect: str, data: st.DataObject, tmp_path: Pa
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(dialect=st.sampled_from(DIALECTS), data=st.data())
-def test_a_mistyped_or_unknown_key_is_named(dialect: str, data: st.DataObject, tmp_path: Path) -> None:
+@given(kind=st.sampled_from(sorted(WRITERS)), data=st.data())
+def test_a_mistyped_or_unknown_key_is_named(kind: str, data: st.DataObject, tmp_path: Path) -> None:
     folder = tmp_path / str(data.draw(st.uuids()))
-    written = write(folder, dialect)
+    written = WRITERS[kind](folder)
     inner = [written.config[name] for name in ("dflash_config", "transformer_layer_config") if name in written.config]
     sections = [written.config, *inner]
     section = data.draw(st.sampled_from(sections))
-    key = data.draw(st.sampled_from(sorted(set(section) - SILENT - SECTIONS - SELECTING)))
+    unread = NOT_READ.get(kind, set())
+    key = data.draw(st.sampled_from(sorted(set(section) - SILENT - SECTIONS - SELECTING - unread)))
     if data.draw(st.booleans()):
         section[f"{key}_"] = section[key]
         (folder / "config.json").write_text(json.dumps(written.config))

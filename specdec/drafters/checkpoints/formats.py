@@ -1,0 +1,58 @@
+"""What the loader must know of a published format."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.shortlist import Shortlist
+from specdec.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a format may leave to the target to say.
+
+    Attributes:
+        hidden_size: width of its states.
+        layers: number of its layers.
+        vocab_size: number of its logits.
+    """
+
+    hidden_size: int
+    layers: int
+    vocab_size: int
+
+    @staticmethod
+    def of(model: Any) -> "Target":
+        """The facts of a model."""
+        if not all(hasattr(model, name) for name in ("config", "get_input_embeddings", "get_output_embeddings")):
+            raise UnsupportedError(f"target= takes a transformers model, got {type(model).__name__}.")
+        config = model.config.get_text_config()
+        rows = model.get_output_embeddings().weight.shape[0]
+        return Target(int(config.hidden_size), int(config.num_hidden_layers), int(rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A family of published formats.
+
+    Attributes:
+        known: what identifies it, for the reader of an error.
+        dialect_of: from a configuration and the names of the tensors, the publisher; empty if it is another family.
+        read_spec: from the same and the target, if it is known, the specification, with the keys it came from.
+        build: the model of a specification.
+        rename: our name for a tensor.
+        published: the publisher's name for one of ours, which may depend on the names that are there.
+        heads: tensors with one row for each token that can be drafted.
+    """
+
+    known: str
+    dialect_of: Callable[[Mapping[str, Any], frozenset[str]], str]
+    read_spec: Callable[[Mapping[str, Any], frozenset[str], Target | None], tuple[Any, Keys]]
+    build: Callable[[Any, Shortlist | None], nn.Module]
+    rename: Callable[[str], str]
+    published: Callable[[str, frozenset[str]], str] = lambda name, _: name
+    heads: tuple[str, ...] = ("lm_head.weight",)

@@ -1,0 +1,156 @@
+"""Drafts with models that continue the target's own states: EAGLE-3, P-EAGLE, MTP heads and their like.
+
+Every committed token has a row, made of the target's state before it; its output predicts the token after. A tree is
+drafted level by level: the nodes of a level are rows of one forward, each with its parent's output in place of a state
+of the target, and each seeing the committed rows and its own ancestors. After a round these rows are forgotten, and the
+committed tokens are run with the true states. Models that draft all tokens at once answer for a whole level alike.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from specdec.drafters._committed import Doubt, committed_text
+from specdec.drafters._proposals import candidates, log_law, nothing, spread
+from specdec.drafters.feature.cache import FeatureCache, Rows
+from specdec.drafters.feature.model import FeatureModel, States
+from specdec.errors import SpecdecError, UnsupportedError
+from specdec.protocols import DraftContext
+from specdec.types import Candidates, Frontier
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 512
+"""Most rows of a text that run at once."""
+
+
+class FeatureDrafter:
+    """Drafts with an EAGLE-3, P-EAGLE, MTP or Medusa model.
+
+    Args:
+        model: the model, with what it borrows of the target.
+        length: longest path that is drafted; None is as long as the model was trained for.
+        temperature: of the draft law; None follows the request (1 when it is greedy).
+
+    Raises:
+        UnsupportedError: for bad arguments.
+
+    Example:
+        >>> from specdec import drafters
+        >>> drafter = drafters.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target)  # doctest: +SKIP
+    """
+
+    def __init__(self, model: FeatureModel, *, length: int | None = None, temperature: float | None = None) -> None:
+        """Remembers the model; runs nothing."""
+        given: Any = length
+        if given is not None and (not isinstance(given, int) or given < 1):
+            raise UnsupportedError(f"FeatureDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
+        if temperature is not None and not temperature > 0:
+            raise UnsupportedError(f"FeatureDrafter: temperature must be above 0, got {temperature}.")
+        self.model, self.length = model, length or int(model.spec.depth)
+        self._weight = next(cast(nn.Module, model).parameters())
+        self._given_temperature, self._doubt = temperature, Doubt(logger)
+        self._cache: FeatureCache | None = None
+        self._last: States | None = None
+        self._level: tuple[Rows | None, States] | None = None
+        self._asked = False  # whether this round drafts
+
+    def __repr__(self) -> str:
+        return f"<FeatureDrafter: {self.model.spec.family}, drafts {self.length} tokens>"
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Target states that the drafter reads."""
+        return cast(tuple[int, ...], self.model.spec.feature_layers)
+
+    def start(self, context: DraftContext) -> None:
+        """Runs the rows of the committed text.
+
+        Raises:
+            UnsupportedError: if there are no features, or the target's tokens are not the drafter's.
+        """
+        text = committed_text(context, self.model.spec, self)
+        self.model.check_complete()
+        self._device = context.tokens.device
+        self._temperature = self._given_temperature or context.temperature or 1.0
+        self._cache, self._last, self._level = FeatureCache(len(text.counts), self._weight.device), None, None
+        self._run(text.tokens[:, 1:], text.features, text.counts.tolist())
+
+    @torch.no_grad()
+    def _run(
+        self, tokens: Int[Tensor, "batch rows"], features: Float[Tensor, "batch rows features"], counts: Sequence[int]
+    ) -> None:
+        """Commits the first `counts[b]` rows, and keeps the output of each text's last row."""
+        cache, device = self._started(), self._weight.device
+        real = torch.arange(tokens.shape[1], device=device) < torch.tensor(counts, device=device)[:, None]
+        tokens = tokens.clamp_min(0).to(device)
+        features = features.to(self._weight).masked_fill(~real[:, :, None], 0.0)  # anything may stand there
+        for first in range(0, max(counts), CHUNK):
+            chunk = slice(first, first + CHUNK)
+            ids, new = tokens[:, chunk], [min(max(count - first, 0), CHUNK) for count in counts]
+            states = self.model(ids, self.model.combine(features[:, chunk]), cache.chain(ids.shape[1]))
+            place = torch.tensor(new, device=device)[:, None]
+            ends = states.at((place - 1).clamp_min(0))
+            before, some = self._last or ends, (place > 0)[:, :, None]
+            self._last = States(torch.where(some, ends.normed, before.normed), torch.where(some, ends.fed, before.fed))
+            cache.keep(new)
+
+    @torch.no_grad()
+    def children(self, frontier: Frontier, count: int) -> Candidates:
+        """One forward over the frontier; at the root, or with all slots at once, none that is not done already."""
+        cache, last, width = self._started(), self._last, frontier.tokens.shape[1]
+        if last is None or frontier.depth >= self.length:
+            return nothing(frontier.tokens)
+        self._asked = True
+        if self.model.parallel:
+            if frontier.depth == 0:
+                self._slots = self.model.slots(last, cache, self.length)
+            return spread(self._candidates(self._slots[:, frontier.depth : frontier.depth + 1], count), width)
+        if frontier.depth == 0:
+            self._level = (None, last)
+            return self._candidates(last.normed, count)
+        if self._level is None:
+            raise SpecdecError("FeatureDrafter was asked for a later level first; a round begins at the root.")
+        rows, states = self._level
+        parents = frontier.parents.clamp_min(0).to(self._weight.device)
+        places = cache.children(width) if rows is None else rows.below(parents)
+        states = self.model(frontier.tokens.to(parents.device), states.at(parents).fed, places)
+        self._level = (places, states)
+        return self._candidates(states.normed, count)
+
+    def _candidates(self, normed: Float[Tensor, "batch rows hidden"], count: int) -> Candidates:
+        """The law of each row's next token."""
+        log_probs = log_law(self.model.logits(normed), self._temperature)
+        empty = self._started().lengths.to(log_probs.device) == 0
+        log_probs = log_probs.masked_fill(empty[:, None, None], -torch.inf)  # no state of the target goes before
+        kept = self.model.shortlist
+        ids = None if kept is None else kept.ids.to(log_probs.device).expand_as(log_probs)
+        return candidates(log_probs, ids, count, self.model.spec.vocab_size, self._device)
+
+    def commit(
+        self,
+        tokens: Int[Tensor, "batch new"],
+        counts: Int[Tensor, " batch"],
+        features: Float[Tensor, "batch new features"] | None = None,
+    ) -> None:
+        """Runs the committed tokens with the target's true states; the tree's rows are forgotten."""
+        if features is None:
+            raise UnsupportedError(f"{self!r} reads the target's features; commit() was given none.")
+        kept = counts.cpu()  # the one thing that is read back
+        self._run(tokens, features, kept.tolist())
+        if self._asked:
+            self._doubt.judge(self, kept)
+        self._level, self._asked = None, False
+
+    def finish(self) -> None:
+        """Drops the request's rows."""
+        self._cache = self._last = self._level = None
+
+    def _started(self) -> FeatureCache:
+        if self._cache is None:
+            raise SpecdecError("FeatureDrafter was called outside a request; call start(context) first.")
+        return self._cache
