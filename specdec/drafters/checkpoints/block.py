@@ -8,8 +8,8 @@ an embedding and a head of its own. *speculators*: the layers' configuration ins
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.drafters.block import BlockModel, BlockSpec
-from specdec.drafters.checkpoints.formats import Format, Target
+from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
+from specdec.drafters.checkpoints.formats import Format, Target, Tensors
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.checkpoints.layers import decoder_keys, speculative_tokens, windows_of
 from specdec.errors import UnsupportedError
@@ -181,17 +181,34 @@ def _spread(target_layers: int | None, count: int) -> tuple[int, ...]:
     return tuple(round(first + index * (last - first) / (count - 1)) for index in range(count))
 
 
-RENAMED = {
-    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
-    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
-}
-"""Names that some publishers give to parameters, and ours."""
+CODEBOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+
+
+def pack(tensors: Tensors) -> Tensors:
+    """The tensors under our names: some publishers keep codebooks as embeddings."""
+    codebooks = {f"{name}.weight": name for name in CODEBOOKS}
+    return {codebooks.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def published(name: str, names: frozenset[str]) -> str:
+    """The publisher's name for one of ours."""
+    return f"{name}.weight" if name in CODEBOOKS and f"{name}.weight" in names else name
+
+
+def drafter(
+    model: BlockModel, *, length: int | None, temperature: float | None, least_confidence: float | None
+) -> BlockDrafter:
+    """The drafter of a block model."""
+    return BlockDrafter(model, length=length, temperature=temperature, least_confidence=least_confidence)
+
 
 FORMAT = Format(
     known=f"{', '.join((*ZLAB, *DEEPSPEC))} and speculators' {', '.join(SPECULATORS)}",
     dialect_of=dialect_of,
     read_spec=read_spec,
-    build=BlockModel,
-    rename=lambda name: RENAMED.get(name, name),
+    build=lambda spec, shortlist, _: BlockModel(spec, shortlist),
+    drafter=drafter,
+    pack=pack,
+    published=published,
     heads=("lm_head.weight", "markov_head.markov_w2.weight"),
 )

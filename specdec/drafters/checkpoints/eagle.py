@@ -8,10 +8,10 @@ embedding and a head of its own. *speculators* (EAGLE-3 and P-EAGLE): the layers
 from collections.abc import Mapping
 from typing import Any
 
-from specdec.drafters.checkpoints.formats import Format, Target
+from specdec.drafters.checkpoints.formats import Format, Target, Tensors, feature_drafter
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.checkpoints.layers import decoder_keys, speculative_tokens, windows_of
-from specdec.drafters.feature import EagleModel, EagleSpec
+from specdec.drafters.feature import EagleSpec, eagle_model
 from specdec.errors import UnsupportedError
 
 SPECULATORS = ("eagle3", "peagle")
@@ -31,9 +31,13 @@ def dialect_of(config: Mapping[str, Any], names: frozenset[str]) -> str:
     return "SafeAILab" if any(name.startswith(MIDLAYER) for name in names) else ""
 
 
-def rename(name: str) -> str:
-    """Our name for a tensor."""
-    return f"layers.0.{name.removeprefix(MIDLAYER)}" if name.startswith(MIDLAYER) else name
+def pack(tensors: Tensors) -> Tensors:
+    """The tensors under our names."""
+    layer = "layers.0."
+    return {
+        layer + name.removeprefix(MIDLAYER) if name.startswith(MIDLAYER) else name: tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def published(name: str, names: frozenset[str]) -> str:
@@ -152,7 +156,8 @@ FORMAT = Format(
     known=f"LlamaForCausalLMEagle3, Qwen3Eagle3Model, tensors {MIDLAYER}* and speculators' {', '.join(SPECULATORS)}",
     dialect_of=dialect_of,
     read_spec=read_spec,
-    build=EagleModel,
-    rename=rename,
+    build=lambda spec, shortlist, _: eagle_model(spec, shortlist),
+    drafter=feature_drafter,
+    pack=pack,
     published=published,
 )

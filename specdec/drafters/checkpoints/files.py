@@ -1,7 +1,8 @@
 """The files of a published drafter: `config.json` and safetensors, from a folder or a repository of the Hub."""
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +70,12 @@ class CheckpointFiles:
         with safe_open(self._files[name], framework="pt") as tensors:
             return tuple(tensors.get_slice(name).get_shape())
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All tensors, file by file, on the CPU."""
-        for file in sorted(set(self._files.values())):
+    def tensors(self, wanted: Callable[[str], bool]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors whose names are wanted, file by file, on the CPU; no other file is opened."""
+        names = sorted((file, name) for name, file in self._files.items() if wanted(name))
+        for file, group in itertools.groupby(names, key=lambda pair: pair[0]):
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                for _, name in group:
                     yield name, tensors.get_tensor(name)
 
 

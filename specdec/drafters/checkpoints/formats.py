@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.feature import FeatureDrafter
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import UnsupportedError
 
@@ -35,6 +36,9 @@ class Target:
         return Target(int(config.hidden_size), int(config.num_hidden_layers), int(rows))
 
 
+Tensors = dict[str, Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A family of published formats.
@@ -43,16 +47,31 @@ class Format:
         known: what identifies it, for the reader of an error.
         dialect_of: from a configuration and the names of the tensors, the publisher; empty if it is another family.
         read_spec: from the same and the target, if it is known, the specification, with the keys it came from.
-        build: the model of a specification.
-        rename: our name for a tensor.
+        build: the model of a specification, for a target (None: it is not known yet).
+        drafter: the drafter of such a model.
+        owns: whether a tensor is the drafter's, by its name among all names; the target's own may lie beside them.
+        copied: for a tensor that repeats the target's `embedding` or `output head`, which of them.
+        pack: the tensors under our names, which may be fewer and larger.
         published: the publisher's name for one of ours, which may depend on the names that are there.
-        heads: tensors with one row for each token that can be drafted.
+        heads: our tensors with one row for each token that can be drafted.
     """
 
     known: str
     dialect_of: Callable[[Mapping[str, Any], frozenset[str]], str]
     read_spec: Callable[[Mapping[str, Any], frozenset[str], Target | None], tuple[Any, Keys]]
-    build: Callable[[Any, Shortlist | None], nn.Module]
-    rename: Callable[[str], str]
+    build: Callable[[Any, Shortlist | None, Any], nn.Module]
+    drafter: Callable[..., Any]
+    owns: Callable[[str, frozenset[str]], bool] = lambda _, __: True
+    copied: Callable[[str], str] = lambda _: ""
+    pack: Callable[[Tensors], Tensors] = dict
     published: Callable[[str, frozenset[str]], str] = lambda name, _: name
     heads: tuple[str, ...] = ("lm_head.weight",)
+
+
+def feature_drafter(
+    model: Any, *, length: int | None, temperature: float | None, least_confidence: float | None
+) -> FeatureDrafter:
+    """The drafter of a feature model."""
+    if least_confidence is not None:
+        raise UnsupportedError(f"least_confidence={least_confidence}: {model.spec.family} has no confidence head.")
+    return FeatureDrafter(model, length=length, temperature=temperature)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.drafters._borrowing import Borrower
 from specdec.drafters.block import BlockDrafter
-from specdec.drafters.checkpoints import block, eagle
+from specdec.drafters.checkpoints import block, eagle, medusa, mtp
 from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
 from specdec.drafters.checkpoints.formats import Format, Target
 from specdec.drafters.checkpoints.keys import Note
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 MAPS = frozenset({"d2t", "t2d"})
 """Tensors that say which target tokens a reduced vocabulary has."""
 
-FORMATS: tuple[Format, ...] = (block.FORMAT, eagle.FORMAT)
+FORMATS: tuple[Format, ...] = (block.FORMAT, eagle.FORMAT, medusa.FORMAT, mtp.FORMAT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ def inspect(path_or_repo: str | Path, target: Any = None, *, revision: str | Non
         >>> print(drafters.inspect("z-lab/Qwen3-8B-DFlash-b16"))  # doctest: +SKIP
     """
     files = open_checkpoint(path_or_repo, revision=revision)
-    return _understand(files, None if target is None else Target.of(target)).found
+    return _understand(files, target).found
 
 
 def from_pretrained(
@@ -132,54 +133,51 @@ def from_pretrained(
     if dtype is not None and not dtype.is_floating_point:
         raise UnsupportedError(f"from_pretrained: dtype must be a floating-point torch.dtype, got {dtype!r}.")
     facts, files = Target.of(target), open_checkpoint(path_or_repo, revision=revision)
-    understood = _understand(files, facts)
+    understood = _understand(files, target)
     found, format = understood.found, understood.format
     if found.unknown:
         logger.warning("%s: keys not understood, without effect: %s", found.source.name, ", ".join(found.unknown))
     _check_target(found, facts)
     if shortlist is not None and found.reduced:
         raise UnsupportedError(f"{found.source.name} has a reduced vocabulary already; leave shortlist= out.")
-    like = target.get_input_embeddings().weight
-    tensors, maps = dict[str, Tensor](), dict[str, Tensor]()
-    for name, tensor in files.tensors():
+    like, read, maps = target.get_input_embeddings().weight, dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in files.tensors(lambda name: format.owns(name, files.names)):
+        part = format.copied(name)
         if name in MAPS:
             maps[name] = tensor
+        elif part:
+            _check_copy(found.source.name, name, tensor, part, target)
         elif not tensor.is_floating_point():
             raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected floating point.")
         else:
-            tensors[understood.names[name]] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
-    spec, chosen = found.spec, _reduced(maps, found.spec) or shortlist
+            read[name] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
+    spec, chosen, tensors = found.spec, _reduced(maps, found.spec) or shortlist, format.pack(read)
     if shortlist is not None:
         spec = dataclasses.replace(spec, draft_vocab_size=len(shortlist.ids))
         rows = [name for name in format.heads if name in tensors]
         tensors |= {name: tensors[name][shortlist.ids.to(tensors[name].device)] for name in rows}
     with torch.device("meta"):
-        model = format.build(spec, chosen)
+        model = format.build(spec, chosen, target)
     model.load_state_dict(tensors, assign=True)
     model.requires_grad_(False)
     try:
-        model.borrow(target)  # type: ignore[operator]  # the models of all formats are borrowers
+        if isinstance(model, Borrower):
+            model.borrow(target)
     except UnsupportedError as error:
         raise UnsupportedError(f"{found.source.name} was not made for this target: {error}") from None
-    if format is block.FORMAT:
-        return BlockDrafter(model, length=length, temperature=temperature, least_confidence=least_confidence)  # type: ignore[arg-type]  # what this format builds
-    if least_confidence is not None:
-        raise UnsupportedError(
-            f"least_confidence={least_confidence}: {found.spec.family} has no confidence head."
-        )
-    return FeatureDrafter(model, length=length, temperature=temperature)  # type: ignore[arg-type]  # what the others build
+    options = {"length": length, "temperature": temperature, "least_confidence": least_confidence}
+    return format.drafter(model, **options)  # type: ignore[no-any-return]  # one of the two
 
 
 @dataclass(frozen=True, slots=True)
 class _Understood:
-    """What was understood, its format, and our name for each tensor of the checkpoint."""
+    """What was understood, and its format."""
 
     found: Inspection
     format: Format
-    names: dict[str, str]
 
 
-def _understand(files: CheckpointFiles, target: Target | None) -> _Understood:
+def _understand(files: CheckpointFiles, target: Any) -> _Understood:
     """What a checkpoint is; all of its tensors are accounted for."""
     format = next((each for each in FORMATS if each.dialect_of(files.config, files.names)), None)
     if format is None:
@@ -190,8 +188,8 @@ def _understand(files: CheckpointFiles, target: Target | None) -> _Understood:
             f"{'; '.join(each.known for each in FORMATS)}."
         )
     try:
-        spec, keys = format.read_spec(files.config, files.names, target)
-        names = _check_tensors(files, format, spec)
+        spec, keys = format.read_spec(files.config, files.names, None if target is None else Target.of(target))
+        _check_tensors(files, format, spec, target)
     except UnsupportedError as error:
         raise UnsupportedError(f"{files.folder}: {error}") from None
     owned = {"embedding": spec.own_embedding, "output head": spec.own_head}
@@ -204,34 +202,44 @@ def _understand(files: CheckpointFiles, target: Target | None) -> _Understood:
         reduced=bool(files.names & MAPS),
         unknown=tuple(keys.unknown()),
     )
-    return _Understood(found, format, names)
+    return _Understood(found, format)
 
 
-def _check_tensors(files: CheckpointFiles, format: Format, spec: Any) -> dict[str, str]:
-    """Our name for each tensor; raises unless all are there, none is left over and all have the right shape."""
+def _check_tensors(files: CheckpointFiles, format: Format, spec: Any, target: Any) -> None:
+    """Raises unless all tensors are there, none is left over and all have the right shape."""
     # Which tokens a reduced vocabulary has is not known before tensors are read; their number decides the shapes.
     reduced = spec.draft_vocab_size != spec.vocab_size
     shortlist = Shortlist(torch.arange(spec.draft_vocab_size), spec.vocab_size) if reduced else None
+    own = [name for name in files.names - MAPS if format.owns(name, files.names) and not format.copied(name)]
     with torch.device("meta"):
-        expected: Mapping[str, Tensor] = format.build(spec, shortlist).state_dict()
-    names = {name: format.rename(name) for name in files.names - MAPS}
-    missing = sorted(format.published(ours, files.names) for ours in set(expected) - set(names.values()))
-    surplus = sorted(name for name, ours in names.items() if ours not in expected)
+        expected: Mapping[str, Tensor] = format.build(spec, shortlist, target).state_dict()
+        found = format.pack({name: torch.empty(files.shape(name)) for name in own})
+    missing, surplus = (
+        sorted(format.published(name, files.names) for name in names)
+        for names in (set(expected) - set(found), set(found) - set(expected))
+    )
     if missing or surplus:
         parts = [f"tensors that are missing: {_some(missing)}"] if missing else []
         parts += [f"tensors that are not known: {_some(surplus)}"] if surplus else []
         raise UnsupportedError("; ".join(parts) + ".")
-    for name, ours in names.items():
-        if files.shape(name) != tuple(expected[ours].shape):
+    for name, tensor in found.items():
+        if tensor.shape != expected[name].shape:
             raise UnsupportedError(
-                f"tensor {name!r} has shape {list(files.shape(name))}; the configuration says "
-                f"{list(expected[ours].shape)}."
+                f"tensor {format.published(name, files.names)!r} has shape {list(tensor.shape)}; the configuration "
+                f"says {list(expected[name].shape)}."
             )
     if spec.draft_vocab_size != spec.vocab_size and "d2t" not in files.names:
         raise UnsupportedError(
             f"it drafts from {spec.draft_vocab_size} of {spec.vocab_size} tokens but no tensor 'd2t' says from which."
         )
-    return names
+
+
+def _check_copy(source: str, name: str, tensor: Tensor, part: str, target: Any) -> None:
+    """Raises if what a checkpoint repeats of the target is something else."""
+    module = target.get_input_embeddings() if part == "embedding" else target.get_output_embeddings()
+    own = module.weight.detach()
+    if tensor.shape != own.shape or not torch.equal(tensor.to(own), own):
+        raise UnsupportedError(f"{source}: tensor {name!r} is not the target's {part}, of which it should be a copy.")
 
 
 def _some(names: list[str]) -> str:

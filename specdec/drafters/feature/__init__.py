@@ -2,8 +2,27 @@
 
 from specdec.drafters.feature.cache import FeatureCache, Rows
 from specdec.drafters.feature.drafter import FeatureDrafter
-from specdec.drafters.feature.eagle import EagleModel
-from specdec.drafters.feature.model import FeatureModel, States
+from specdec.drafters.feature.eagle import Eagle3Model, PEagleModel, eagle_model
+from specdec.drafters.feature.medusa import MedusaModel, MedusaSpec
+from specdec.drafters.feature.model import FeatureModel, Parallel, Recurrent, States
+from specdec.drafters.feature.mtp import MTPModel, MTPSpec, decoder_of
 from specdec.drafters.feature.spec import EagleSpec
 
-__all__ = ["EagleModel", "EagleSpec", "FeatureCache", "FeatureDrafter", "FeatureModel", "Rows", "States"]
+__all__ = [
+    "Eagle3Model",
+    "EagleSpec",
+    "FeatureCache",
+    "FeatureDrafter",
+    "FeatureModel",
+    "MTPModel",
+    "MTPSpec",
+    "MedusaModel",
+    "MedusaSpec",
+    "PEagleModel",
+    "Parallel",
+    "Recurrent",
+    "Rows",
+    "States",
+    "decoder_of",
+    "eagle_model",
+]

@@ -90,7 +90,7 @@ class Rows:
     offset: int
     depths: Int[Tensor, "batch pending"]
     seen: Bool[Tensor, "batch rows pending"]
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
     def pending(self) -> int:
@@ -110,17 +110,25 @@ class Rows:
         own = torch.eye(width, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
         return Rows(self.cache, self.pending, torch.cat([self.depths, depths], 1), torch.cat([before, own], 2))
 
-    def mask(self, window: int | None = None) -> Bool[Tensor, "batch rows slots"]:
-        """Which slots each row sees: no later positions, and none that is `window` or more positions before it."""
-        if window not in self._masks:
+    def mask(self, window: int | None = None, first: int = 0) -> Bool[Tensor, "batch rows slots"]:
+        """Which slots each row sees: of the committed ones and of its ancestors those that are near enough.
+
+        Args:
+            window: a slot is seen by rows that stand less than this many positions after it; None for no limit.
+            first: position of the first row that holds anything. Rows before it see themselves.
+        """
+        if (window, first) not in self._masks:
             lengths = self.cache.lengths[:, None]
             slots = torch.arange(self.cache.longest + self.pending, device=lengths.device)
             place = slots - lengths  # among the pending rows; below 0: committed
             inside = place.clamp(0, self.pending - 1)
             drafted = self.seen.gather(2, inside[:, None].expand(-1, self.seen.shape[1], -1))
             visible = (place < 0)[:, None] | (drafted & (place < self.pending)[:, None])
+            own = self.positions[:, :, None]
+            position = torch.where(place < 0, slots, lengths + self.depths.gather(1, inside))[:, None]
             if window is not None:
-                position = torch.where(place < 0, slots, lengths + self.depths.gather(1, inside))
-                visible &= self.positions[:, :, None] - position[:, None] < window
-            self._masks[window] = visible
-        return self._masks[window]
+                visible &= own - position < window
+            if first > 0:
+                visible &= position >= own.clamp_max(first)
+            self._masks[window, first] = visible
+        return self._masks[window, first]

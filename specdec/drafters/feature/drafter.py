@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specdec.drafters._committed import Doubt, committed_text
 from specdec.drafters._proposals import candidates, log_law, nothing, spread
 from specdec.drafters.feature.cache import FeatureCache, Rows
-from specdec.drafters.feature.model import FeatureModel, States
+from specdec.drafters.feature.model import FeatureModel, Parallel, Recurrent, States
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Candidates, Frontier
@@ -49,6 +49,11 @@ class FeatureDrafter:
         given: Any = length
         if given is not None and (not isinstance(given, int) or given < 1):
             raise UnsupportedError(f"FeatureDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
+        most = model.spec.longest
+        if length is not None and most is not None and length > most:
+            raise UnsupportedError(
+                f"FeatureDrafter: length={length}, but this {model.spec.family} model drafts {most} tokens at most."
+            )
         if temperature is not None and not temperature > 0:
             raise UnsupportedError(f"FeatureDrafter: temperature must be above 0, got {temperature}.")
         self.model, self.length = model, length or int(model.spec.depth)
@@ -86,13 +91,17 @@ class FeatureDrafter:
     ) -> None:
         """Commits the first `counts[b]` rows, and keeps the output of each text's last row."""
         cache, device = self._started(), self._weight.device
+        if not self.model.remembers:
+            final = torch.tensor(counts, device=tokens.device)[:, None].clamp_min(1) - 1
+            tokens, counts = tokens.gather(1, final), [min(count, 1) for count in counts]
+            features = features.gather(1, final.to(features.device)[:, :, None].expand(-1, -1, features.shape[-1]))
         real = torch.arange(tokens.shape[1], device=device) < torch.tensor(counts, device=device)[:, None]
         tokens = tokens.clamp_min(0).to(device)
         features = features.to(self._weight).masked_fill(~real[:, :, None], 0.0)  # anything may stand there
         for first in range(0, max(counts), CHUNK):
             chunk = slice(first, first + CHUNK)
             ids, new = tokens[:, chunk], [min(max(count - first, 0), CHUNK) for count in counts]
-            states = self.model(ids, self.model.combine(features[:, chunk]), cache.chain(ids.shape[1]))
+            states = self.model.committed(ids, features[:, chunk], cache.chain(ids.shape[1]), self._last)
             place = torch.tensor(new, device=device)[:, None]
             ends = states.at((place - 1).clamp_min(0))
             before, some = self._last or ends, (place > 0)[:, :, None]
@@ -106,25 +115,26 @@ class FeatureDrafter:
         if last is None or frontier.depth >= self.length:
             return nothing(frontier.tokens)
         self._asked = True
-        if self.model.parallel:
+        if isinstance(self.model, Parallel):
             if frontier.depth == 0:
                 self._slots = self.model.slots(last, cache, self.length)
             return spread(self._candidates(self._slots[:, frontier.depth : frontier.depth + 1], count), width)
+        model = cast(Recurrent, self.model)
         if frontier.depth == 0:
             self._level = (None, last)
-            return self._candidates(last.normed, count)
+            return self._candidates(model.logits(last.normed), count)
         if self._level is None:
             raise SpecdecError("FeatureDrafter was asked for a later level first; a round begins at the root.")
         rows, states = self._level
         parents = frontier.parents.clamp_min(0).to(self._weight.device)
         places = cache.children(width) if rows is None else rows.below(parents)
-        states = self.model(frontier.tokens.to(parents.device), states.at(parents).fed, places)
+        states = model.drafted(frontier.tokens.to(parents.device), states.at(parents), places, frontier.depth)
         self._level = (places, states)
-        return self._candidates(states.normed, count)
+        return self._candidates(model.logits(states.normed), count)
 
-    def _candidates(self, normed: Float[Tensor, "batch rows hidden"], count: int) -> Candidates:
+    def _candidates(self, logits: Float[Tensor, "batch rows vocab"], count: int) -> Candidates:
         """The law of each row's next token."""
-        log_probs = log_law(self.model.logits(normed), self._temperature)
+        log_probs = log_law(logits, self._temperature)
         empty = self._started().lengths.to(log_probs.device) == 0
         log_probs = log_probs.masked_fill(empty[:, None, None], -torch.inf)  # no state of the target goes before
         kept = self.model.shortlist

@@ -4,6 +4,8 @@ Row r of a text pairs the target's states at position r with token r + 1 and pre
 state of the target and takes its parent's output instead. Names of modules are those of speculators' checkpoints.
 """
 
+from typing import cast
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -88,7 +90,7 @@ class EagleLayer(nn.Module):
 
 
 class EagleModel(nn.Module, Borrower):
-    """An EAGLE-3 or P-EAGLE model.
+    """What EAGLE-3 and P-EAGLE models have in common: all but how they draft.
 
     Args:
         spec: what the drafter is.
@@ -99,14 +101,14 @@ class EagleModel(nn.Module, Borrower):
 
     Example:
         >>> import torch
-        >>> from specdec.drafters import EagleModel, EagleSpec, FeatureCache, Rope
+        >>> from specdec.drafters import Eagle3Model, EagleSpec, FeatureCache, Rope
         >>> spec = EagleSpec(
         ...     family="eagle3", feature_layers=(1, 2), feature_size=16, hidden_size=16, intermediate_size=32,
         ...     num_heads=2, num_kv_heads=1, head_dim=8, vocab_size=50, draft_vocab_size=50, windows=(None,),
         ...     rope=Rope(1e4, 8), own_embedding=True)
-        >>> model, cache = EagleModel(spec), FeatureCache(batch=1, device="cpu")
+        >>> model, cache = Eagle3Model(spec), FeatureCache(batch=1, device="cpu")
         >>> tokens, features = torch.tensor([[5, 6, 7]]), torch.randn(1, 3, 32)
-        >>> states = model(tokens, model.combine(features), cache.chain(3))
+        >>> states = model.committed(tokens, features, cache.chain(3), last=None)
         >>> model.logits(states.normed).shape
         torch.Size([1, 3, 50])
     """
@@ -126,9 +128,9 @@ class EagleModel(nn.Module, Borrower):
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features)) if masked else None
 
     @property
-    def parallel(self) -> bool:
-        """Whether all tokens of a path are drafted by one forward."""
-        return self.mask_hidden is not None
+    def remembers(self) -> bool:
+        """Rows read earlier ones."""
+        return True
 
     def combine(self, features: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch rows hidden"]:
         """The target's states, side by side, as one state of the drafter."""
@@ -157,23 +159,48 @@ class EagleModel(nn.Module, Borrower):
         normed = self.norm(states)
         return States(normed=normed, fed=normed if self.spec.norm_output else states)
 
-    def slots(self, last: States, cache: FeatureCache, count: int) -> Float[Tensor, "batch slots hidden"]:
-        """P-EAGLE: normed outputs that predict `count` tokens, of one forward over mask tokens.
-
-        Args:
-            last: the outputs of each text's last row.
-            cache: the text.
-            count: tokens to predict.
-        """
-        batch, masks = last.normed.shape[0], count - 1
-        if masks == 0:
-            return last.normed
-        assert self.mask_hidden is not None
-        assert self.spec.mask_token_id is not None
-        state = self.combine(self.mask_hidden).expand(batch, masks, -1)
-        tokens = torch.full((batch, masks), self.spec.mask_token_id, device=state.device)
-        return torch.cat([last.normed, self(tokens, state, cache.chain(masks)).normed], 1)
+    def committed(
+        self,
+        tokens: Int[Tensor, "batch rows"],
+        features: Float[Tensor, "batch rows features"],
+        rows: Rows,
+        last: States | None,
+    ) -> States:
+        """Runs committed tokens with the target's states."""
+        return cast(States, self(tokens, self.combine(features), rows))
 
     def logits(self, normed: Float[Tensor, "batch rows hidden"]) -> Float[Tensor, "batch rows vocab"]:
         """Logits over the draft vocabulary."""
         return self._project(normed)
+
+
+class Eagle3Model(EagleModel):
+    """An EAGLE-3 model: each drafted row takes its parent's output."""
+
+    def drafted(
+        self,
+        tokens: Int[Tensor, "batch rows"],
+        parents: States,
+        rows: Rows,
+        depth: int,
+    ) -> States:
+        """Runs drafted tokens with their parents' outputs."""
+        return cast(States, self(tokens, parents.fed, rows))
+
+
+class PEagleModel(EagleModel):
+    """A P-EAGLE model: rows of mask tokens behind the last committed one predict the later tokens."""
+
+    def slots(self, last: States, cache: FeatureCache, count: int) -> Float[Tensor, "batch slots vocab"]:
+        """Logits of `count` tokens, of one forward over mask tokens."""
+        batch, masks, normed = last.normed.shape[0], count - 1, [last.normed]
+        if masks > 0:
+            state = self.combine(cast(Tensor, self.mask_hidden)).expand(batch, masks, -1)
+            tokens = torch.full((batch, masks), cast(int, self.spec.mask_token_id), device=state.device)
+            normed.append(self(tokens, state, cache.chain(masks)).normed)
+        return self.logits(torch.cat(normed, 1))
+
+
+def eagle_model(spec: EagleSpec, shortlist: Shortlist | None = None) -> Eagle3Model | PEagleModel:
+    """The model of a specification."""
+    return (PEagleModel if spec.family == "peagle" else Eagle3Model)(spec, shortlist)

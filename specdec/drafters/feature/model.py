@@ -30,36 +30,70 @@ class States:
 
 @runtime_checkable
 class FeatureModel(Protocol):
-    """A model that drafts from the target's states. It is a `torch.nn.Module`.
+    """A model that drafts from the target's states, a `torch.nn.Module`; it is `Recurrent` or `Parallel`.
 
     **Laws.** A row depends on its token, its state and the rows that it sees; rows of a tree change no committed row.
     """
 
     @property
     def spec(self) -> Any:
-        """At least `family`, `feature_layers`, `vocab_size` and `depth`."""
+        """At least `family`, `feature_layers`, `feature_size`, `vocab_size`, `depth` and `longest`."""
 
     @property
     def shortlist(self) -> Shortlist | None:
-        """The target's tokens that `logits` are about; None for all."""
+        """The target's tokens that logits are about; None for all."""
 
     @property
-    def parallel(self) -> bool:
-        """Whether all tokens of a path are drafted at once, by `slots`, none of them knowing the others."""
+    def remembers(self) -> bool:
+        """Whether a row reads earlier ones; if not, only the last committed row is ever run."""
 
     def check_complete(self) -> None:
         """Raises `UnsupportedError` if something that is borrowed is missing."""
 
-    def combine(self, features: Float[Tensor, "batch rows features"]) -> Float[Tensor, "batch rows fed"]:
-        """The target's states as those that rows receive."""
-
-    def __call__(
-        self, tokens: Int[Tensor, "batch rows"], states: Float[Tensor, "batch rows fed"], rows: Rows
+    def committed(
+        self,
+        tokens: Int[Tensor, "batch rows"],
+        features: Float[Tensor, "batch rows features"],
+        rows: Rows,
+        last: States | None,
     ) -> States:
-        """Runs rows."""
+        """Runs committed tokens, each with the target's states before it.
 
-    def slots(self, last: States, cache: FeatureCache, count: int) -> Float[Tensor, "batch slots hidden"]:
-        """Normed outputs that predict `count` tokens after the last row; of parallel models alone."""
+        Args:
+            tokens: ids.
+            features: the target's states, side by side.
+            rows: their places.
+            last: outputs of the row before the first of them; None at the start of a text.
+        """
+
+
+@runtime_checkable
+class Recurrent(FeatureModel, Protocol):
+    """Drafts a level of a tree per forward."""
+
+    def drafted(self, tokens: Int[Tensor, "batch rows"], parents: States, rows: Rows, depth: int) -> States:
+        """Runs drafted tokens, each with its parent's outputs.
+
+        Args:
+            tokens: ids.
+            parents: outputs of the row before each.
+            rows: their places.
+            depth: of the tokens in the tree; 1 for those after the root.
+        """
 
     def logits(self, normed: Float[Tensor, "batch rows hidden"]) -> Float[Tensor, "batch rows vocab"]:
-        """Logits over the draft vocabulary."""
+        """Logits over the draft vocabulary of the token after each row."""
+
+
+@runtime_checkable
+class Parallel(FeatureModel, Protocol):
+    """Drafts all tokens of a path at once, none of them knowing the others."""
+
+    def slots(self, last: States, cache: FeatureCache, count: int) -> Float[Tensor, "batch slots vocab"]:
+        """Logits of the `count` tokens after the root.
+
+        Args:
+            last: outputs of each text's last row.
+            cache: the text.
+            count: tokens.
+        """

@@ -105,3 +105,8 @@ class EagleSpec:
                 self.mask_token_id is None or 0 <= self.mask_token_id < self.vocab_size,
             ),
         ]
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens that can be drafted: any number."""
+        return None
