@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specdec.types import Candidates, DraftTree, Frontier, Round, TargetLaw, TargetOutput, Verdict
+from specdec.types import Candidates, CommittedRows, DraftTree, Frontier, Round, TargetLaw, TargetOutput, Verdict
 
 
 @runtime_checkable
@@ -93,6 +93,8 @@ class DraftContext:
         features: the target's features of all committed tokens that are in its cache, if the drafter asked for them.
         open_model: turns a causal model object into a `ModelRunner` bound to `tokens` without the last token.
         generator: source of randomness for draws.
+        rows: the target's keys and values now, of the last layer of a type that computes its own; for drafters that
+            attend to them. `full_attention` holds all tokens, `sliding_attention` those that the next token sees.
     """
 
     tokens: Int[Tensor, "batch seq"]
@@ -102,6 +104,7 @@ class DraftContext:
     features: Float[Tensor, "batch rows features"] | None = None
     open_model: Callable[[Any, Int[Tensor, "batch prompt"], Bool[Tensor, "batch prompt"]], ModelRunner] | None = None
     generator: torch.Generator | None = None
+    rows: Callable[[str], CommittedRows] | None = None
 
 
 @runtime_checkable

@@ -163,6 +163,25 @@ class TargetOutput:
     attentions: tuple[Tensor, ...] | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CommittedRows:
+    """Keys and values of the committed tokens in one layer of the target, as its attention reads them.
+
+    Attributes:
+        keys: turned to their positions.
+        values: likewise by slot.
+        positions: position of each slot's token.
+        real: False on padding and on slots that hold nothing committed.
+        next: position of the next token, the root.
+    """
+
+    keys: Float[Tensor, "batch kv_heads slots dim"]
+    values: Float[Tensor, "batch kv_heads slots value_dim"]
+    positions: Int[Tensor, "batch slots"]
+    real: Bool[Tensor, "batch slots"]
+    next: Int[Tensor, " batch"]
+
+
 @dataclass(frozen=True, slots=True)
 class StageTimes:
     """Wall time of one round by stage, in seconds."""

@@ -5,6 +5,8 @@ from specdec.drafters.checkpoints import Inspection, Note, from_pretrained, insp
 from specdec.drafters.combined import CombinedDrafter
 from specdec.drafters.draft_model import ModelDrafter
 from specdec.drafters.feature import (
+    AssistantModel,
+    AssistantSpec,
     Eagle3Model,
     EagleSpec,
     FeatureCache,
@@ -29,6 +31,8 @@ from specdec.drafters.suffix_store import SuffixStore
 from specdec.drafters.vocabulary import VocabularyMap
 
 __all__ = [
+    "AssistantModel",
+    "AssistantSpec",
     "BlockContext",
     "BlockDrafter",
     "BlockModel",

@@ -49,7 +49,8 @@ def committed_text(context: DraftContext, spec: Any, reader: object) -> Committe
         raise UnsupportedError(f"{reader!r} was made for {vocab_size} tokens, the target has {context.vocab_size}.")
     counts = (context.mask.sum(-1) - 1).clamp_min(0)
     order = (~context.mask).to(torch.int64).sort(dim=-1, stable=True).indices[:, : int(counts.max()) + 1]
-    features, rows = context.features.to(order.device), order[:, :-1]
+    features = context.features.to(order.device)
+    rows = order[:, :-1].clamp_max(max(features.shape[1] - 1, 0))  # past a row's real tokens anything will do
     if features.shape[1] + 1 < context.mask.shape[1]:
         raise ShapeError(
             f"{reader!r} was given features of {features.shape[1]} columns for {context.mask.shape[1]} tokens; "

@@ -1,7 +1,7 @@
 """Rotary position embeddings of drafters, from the keys of published configurations.
 
-The frequencies are those of the forms that transformers calls `default`, `linear`, `llama3` and `yarn`; other forms are
-refused by name. Halves of a head are rotated against each other.
+The frequencies are those of the forms that transformers calls `default`, `linear`, `llama3`, `yarn` and `proportional`;
+other forms are refused by name. Halves of a head are rotated against each other.
 """
 
 import math
@@ -18,6 +18,7 @@ from specdec.errors import UnsupportedError
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "proportional": ("factor", "partial_rotary_factor"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
         "factor",
@@ -88,7 +89,8 @@ class Rope:
             if not isinstance(value, int | float):
                 raise UnsupportedError(f"rope: {key} must be a number, got {value!r}.")
         pairs = tuple(sorted((key, float(value)) for key, value in options.items()))
-        return Rope(float(theta), int(head_dim * share), str(kind), pairs)
+        # A proportional form turns some of the pairs of whole heads, the others by no angle.
+        return Rope(float(theta), head_dim if kind == "proportional" else int(head_dim * share), str(kind), pairs)
 
     def to_config(self, head_dim: int) -> dict[str, Any]:
         """The block `rope_parameters` that `from_config` reads as this embedding."""
@@ -101,6 +103,10 @@ class Rope:
         plain, given = 1.0 / self.theta**exponents, dict(self.options)
         if self.kind == "linear":
             return plain / given["factor"], 1.0
+        if self.kind == "proportional":
+            turning = int(given.get("partial_rotary_factor", 1.0) * self.dim // 2)
+            still = torch.arange(self.dim // 2) >= turning
+            return (plain / given.get("factor", 1.0)).masked_fill(still, 0.0), 1.0
         if self.kind == "llama3":
             return self._llama3(plain, given), 1.0
         if self.kind == "yarn":

@@ -20,6 +20,7 @@ from specdec.errors import UnsupportedError
 from specdec.hf import compat
 from specdec.hf.rows import Place, Rows
 from specdec.kv import KVCacheConfig
+from specdec.types import CommittedRows
 
 GROWTH = 256
 """Slots added at least when a buffer grows; growth copies, so it must be rare."""
@@ -172,6 +173,11 @@ class RowLayer(compat.CacheLayerMixin):
         keys, values = self._read(self.first_visible(length), length)
         return keys.clone(), values.clone()
 
+    def visible(self, shortest: int, longest: int) -> tuple[int, Tensor, Tensor]:
+        """The first slot that a query after so many committed ones can see, with keys and values from there on."""
+        first = self.first_visible(shortest)
+        return first, *self._read(first, longest)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Columns and first slot of what `update` is about to return."""
         shortest = self.plan.shortest if self.plan is not None else self.filled
@@ -290,6 +296,21 @@ class RowCache(compat.Cache):
         self.lengths = self.lengths + counts
         self._host_lengths = [length + count for length, count in zip(self._host_lengths, kept, strict=True)]
         self.pending = 0
+
+    def committed(self, layer: RowLayer, following: Int[Tensor, " batch"]) -> CommittedRows:
+        """The committed slots of a layer that a query at the next position can see.
+
+        Args:
+            layer: one of `row_layers`.
+            following: that position, per row.
+        """
+        first, keys, values = layer.visible(min(self._host_lengths), max(self._host_lengths))
+        slots = torch.arange(first, first + keys.shape[2], device=self.lengths.device)
+        real, prompt = slots < self.lengths[:, None], layer.prompt
+        if prompt is not None and first < prompt.shape[1]:
+            real[:, : prompt.shape[1] - first] &= prompt[:, first : first + keys.shape[2]].to(real.device)
+        positions = slots + (following - self.lengths)[:, None]
+        return CommittedRows(keys, values, *(each.to(keys.device) for each in (positions, real, following)))
 
     def to_dynamic(self, config: Any) -> compat.DynamicCache | None:
         """A `DynamicCache` with the committed slots, or None if rows differ in length (it could not hold them)."""

@@ -299,6 +299,7 @@ class TokenLedger:
             features=target.take_features(ids.shape[1]) if isinstance(target, ModelTarget) else None,
             open_model=open_model,
             generator=self._generator,
+            rows=target.committed_rows if isinstance(target, ModelTarget) else None,
         )
 
 

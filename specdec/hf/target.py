@@ -18,11 +18,11 @@ from specdec import ops
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.hf import compat, masks, support
 from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose, obstacle
-from specdec.hf.cache import RowCache, check_loadable
+from specdec.hf.cache import RowCache, RowLayer, check_loadable
 from specdec.hf.features import FeatureRecord, hidden_states, joined
 from specdec.kv import KVCacheConfig
 from specdec.trees import topology
-from specdec.types import DraftTree, TargetOutput
+from specdec.types import CommittedRows, DraftTree, TargetOutput
 
 
 class ModelTarget:
@@ -170,6 +170,19 @@ class ModelTarget:
         """
         record, self._record = self._record, None
         return None if record is None else record.take(columns)
+
+    def committed_rows(self, kind: str) -> CommittedRows:
+        """Keys and values of the committed tokens, in the last layer of a type that computes its own.
+
+        Raises:
+            UnsupportedError: if the model has no such layer.
+        """
+        kinds, _ = compat.get_layer_types_and_kwargs(self._decoder)
+        layers = [layer for each, layer in zip(kinds, self.cache.layers, strict=False) if each == kind]
+        own = [layer for layer in layers if isinstance(layer, RowLayer)]
+        if not own:
+            raise UnsupportedError(f"{type(self.model).__name__} has no layer of type {kind!r} with keys of its own.")
+        return self.cache.committed(own[-1], self.next_position)
 
     @torch.no_grad()
     def append(

@@ -14,6 +14,7 @@ from specdec.errors import UnsupportedError
 FORMS: dict[str, dict[str, Any]] = {
     "default": {},
     "linear": {"rope_type": "linear", "factor": 4.0},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "factor": 2.0},
     "llama3": {
         "rope_type": "llama3",
         "factor": 8.0,

@@ -54,6 +54,7 @@ class Format:
         pack: the tensors under our names, which may be fewer and larger.
         published: the publisher's name for one of ours, which may depend on the names that are there.
         heads: our tensors with one row for each token that can be drafted.
+        integers: tensors that hold whole numbers.
     """
 
     known: str
@@ -66,6 +67,7 @@ class Format:
     pack: Callable[[Tensors], Tensors] = dict
     published: Callable[[str, frozenset[str]], str] = lambda name, _: name
     heads: tuple[str, ...] = ("lm_head.weight",)
+    integers: frozenset[str] = frozenset()
 
 
 def feature_drafter(

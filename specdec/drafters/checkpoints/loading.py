@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.drafters._borrowing import Borrower
 from specdec.drafters.block import BlockDrafter
-from specdec.drafters.checkpoints import block, eagle, medusa, mtp
+from specdec.drafters.checkpoints import assistant, block, eagle, medusa, mtp
 from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
 from specdec.drafters.checkpoints.formats import Format, Target
 from specdec.drafters.checkpoints.keys import Note
@@ -25,7 +25,13 @@ logger = logging.getLogger(__name__)
 MAPS = frozenset({"d2t", "t2d"})
 """Tensors that say which target tokens a reduced vocabulary has."""
 
-FORMATS: tuple[Format, ...] = (block.FORMAT, eagle.FORMAT, medusa.FORMAT, mtp.FORMAT)
+FORMATS: tuple[Format, ...] = (
+    block.FORMAT,
+    assistant.FORMAT,
+    eagle.FORMAT,
+    medusa.FORMAT,
+    mtp.FORMAT,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +153,11 @@ def from_pretrained(
             maps[name] = tensor
         elif part:
             _check_copy(found.source.name, name, tensor, part, target)
-        elif not tensor.is_floating_point():
-            raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected floating point.")
+        elif tensor.is_floating_point() == (name in format.integers):
+            kind = "whole numbers" if name in format.integers else "floating point"
+            raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected {kind}.")
+        elif name in format.integers:
+            read[name] = tensor.to(device=device or like.device, dtype=torch.int64)
         else:
             read[name] = tensor.to(device=device or like.device, dtype=dtype or like.dtype)
     spec, chosen, tensors = found.spec, _reduced(maps, found.spec) or shortlist, format.pack(read)

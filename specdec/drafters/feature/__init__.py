@@ -1,5 +1,6 @@
-"""Drafters that continue the target's own states: EAGLE-3, P-EAGLE, MTP heads and Medusa."""
+"""Drafters that continue the target's own states: EAGLE-3, P-EAGLE, MTP heads, Gemma 4 assistants, Medusa."""
 
+from specdec.drafters.feature.assistant import AssistantModel, AssistantSpec
 from specdec.drafters.feature.cache import FeatureCache, Rows
 from specdec.drafters.feature.drafter import FeatureDrafter
 from specdec.drafters.feature.eagle import Eagle3Model, PEagleModel, eagle_model
@@ -9,6 +10,8 @@ from specdec.drafters.feature.mtp import MTPModel, MTPSpec, decoder_of
 from specdec.drafters.feature.spec import EagleSpec
 
 __all__ = [
+    "AssistantModel",
+    "AssistantSpec",
     "Eagle3Model",
     "EagleSpec",
     "FeatureCache",

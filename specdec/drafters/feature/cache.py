@@ -4,12 +4,15 @@ A committed row is computed from the target's true state and never changes. Rows
 drafter's own states; they are written behind the committed ones and forgotten with the round.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
+
+from specdec.errors import UnsupportedError
+from specdec.types import CommittedRows
 
 GROWTH = 256
 """Smallest step by which buffers grow; from four times of it on, they grow by a quarter."""
@@ -21,10 +24,14 @@ class FeatureCache:
     Args:
         batch: rows of the batch.
         device: where the buffers are.
+        target: the target's own keys and values by layer type, for models that attend to them.
     """
 
-    def __init__(self, batch: int, device: torch.device | str) -> None:
+    def __init__(
+        self, batch: int, device: torch.device | str, target: Callable[[str], CommittedRows] | None = None
+    ) -> None:
         """Holds nothing yet."""
+        self._target, self._read = target, dict[str, CommittedRows]()
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._lengths = [0] * batch
         self.buffers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -33,6 +40,22 @@ class FeatureCache:
     def longest(self) -> int:
         """Length of the longest row; reads nothing back."""
         return max(self._lengths)
+
+    def target_rows(self, kind: str) -> CommittedRows:
+        """The target's keys and values, read once a round.
+
+        Raises:
+            UnsupportedError: if the request offers none.
+        """
+        if self._target is None:
+            raise UnsupportedError("the drafter attends to the target's keys and values; this request offers none.")
+        if kind not in self._read:
+            self._read[kind] = self._target(kind)
+        return self._read[kind]
+
+    def forget_target_rows(self) -> None:
+        """They are about to change, or have changed."""
+        self._read = {}
 
     def chain(self, width: int) -> "Rows":
         """Places for committed rows: one after another, behind those that are there."""

@@ -82,7 +82,8 @@ class FeatureDrafter:
         self.model.check_complete()
         self._device = context.tokens.device
         self._temperature = self._given_temperature or context.temperature or 1.0
-        self._cache, self._last, self._level = FeatureCache(len(text.counts), self._weight.device), None, None
+        self._cache = FeatureCache(len(text.counts), self._weight.device, context.rows)
+        self._last = self._level = None
         self._run(text.tokens[:, 1:], text.features, text.counts.tolist())
 
     @torch.no_grad()
@@ -91,6 +92,7 @@ class FeatureDrafter:
     ) -> None:
         """Commits the first `counts[b]` rows, and keeps the output of each text's last row."""
         cache, device = self._started(), self._weight.device
+        cache.forget_target_rows()
         if not self.model.remembers:
             final = torch.tensor(counts, device=tokens.device)[:, None].clamp_min(1) - 1
             tokens, counts = tokens.gather(1, final), [min(count, 1) for count in counts]
