@@ -11,7 +11,8 @@ from typing import Any
 from specdec.drafters.checkpoints.formats import Format, Target, Tensors, feature_drafter
 from specdec.drafters.checkpoints.keys import Keys
 from specdec.drafters.checkpoints.layers import decoder_keys, speculative_tokens, windows_of
-from specdec.drafters.feature import EagleSpec, eagle_model
+from specdec.drafters.feature import EagleSpec
+from specdec.drafters.feature.eagle import eagle_model
 from specdec.errors import UnsupportedError
 
 SPECULATORS = ("eagle3", "peagle")

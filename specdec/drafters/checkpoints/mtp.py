@@ -12,7 +12,8 @@ import torch
 
 from specdec.drafters.checkpoints.formats import Format, Target, Tensors, feature_drafter
 from specdec.drafters.checkpoints.keys import Keys
-from specdec.drafters.feature import MTPModel, MTPSpec, decoder_of
+from specdec.drafters.feature import MTPModel, MTPSpec
+from specdec.drafters.feature.mtp import decoder_of
 from specdec.errors import UnsupportedError
 
 QWEN = {

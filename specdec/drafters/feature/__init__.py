@@ -3,10 +3,10 @@
 from specdec.drafters.feature.assistant import AssistantModel, AssistantSpec
 from specdec.drafters.feature.cache import FeatureCache, Rows
 from specdec.drafters.feature.drafter import FeatureDrafter
-from specdec.drafters.feature.eagle import Eagle3Model, PEagleModel, eagle_model
+from specdec.drafters.feature.eagle import Eagle3Model, PEagleModel
 from specdec.drafters.feature.medusa import MedusaModel, MedusaSpec
 from specdec.drafters.feature.model import FeatureModel, Parallel, Recurrent, States
-from specdec.drafters.feature.mtp import MTPModel, MTPSpec, decoder_of
+from specdec.drafters.feature.mtp import MTPModel, MTPSpec
 from specdec.drafters.feature.spec import EagleSpec
 
 __all__ = [
@@ -26,6 +26,4 @@ __all__ = [
     "Recurrent",
     "Rows",
     "States",
-    "decoder_of",
-    "eagle_model",
 ]
