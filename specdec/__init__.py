@@ -4,7 +4,7 @@ Wrap a model and a drafter in `SpeculativeGenerator` and call `generate()`; or i
 of your own. `specdec.rounds` holds the loop; read it first.
 """
 
-from specdec import control, drafters, kv, ops, trees, verify
+from specdec import control, drafters, evaluate, kv, ops, trees, verify
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.generator import SpeculativeGenerator
 from specdec.stats import GenerationStats
@@ -27,6 +27,7 @@ __all__ = [
     "Verdict",
     "control",
     "drafters",
+    "evaluate",
     "kv",
     "ops",
     "trees",
