@@ -5,17 +5,19 @@ they never run through the layers themselves. The keys and values of a block liv
 modules are those of published checkpoints.
 """
 
-from typing import Any, cast
+from typing import cast
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from specdec import ops
 from specdec.drafters._layers import MLP, RMSNorm
 from specdec.drafters.block.context import BlockContext, KeysValues
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.rope import rotate
 from specdec.errors import ShapeError
+from specdec.trees import topology
 
 
 class BlockAttention(nn.Module):
@@ -24,7 +26,8 @@ class BlockAttention(nn.Module):
     def __init__(self, spec: BlockSpec, layer: int) -> None:
         """The attention of one layer."""
         super().__init__()
-        self.spec, self.window, self.causal = spec, spec.windows[layer], spec.causal[layer]
+        self.spec, self.layer = spec, layer
+        self.window, self.causal = spec.windows[layer], spec.causal[layer]
         inner, narrow = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self.q_proj = nn.Linear(spec.hidden_size, inner, bias=spec.attention_bias)
         self.k_proj = nn.Linear(spec.hidden_size, narrow, bias=spec.attention_bias)
@@ -43,62 +46,65 @@ class BlockAttention(nn.Module):
         return rotate(self.k_norm(keys), tables), values * self.spec.value_scale
 
     def forward(
-        self,
-        rows: Float[Tensor, "batch rows hidden"],
-        tables: tuple[Tensor, Tensor],
-        context: KeysValues,
-        seen: Bool[Tensor, "batch rows all"],
+        self, rows: Float[Tensor, "batch rows hidden"], tables: tuple[Tensor, Tensor], block: "Block"
     ) -> Float[Tensor, "batch rows hidden"]:
         """What the slots read.
 
         Args:
             rows: the slots.
             tables: cosines and sines of their positions.
-            context: keys and values of the committed text.
-            seen: which of the committed positions, and then of the slots, each slot sees.
+            block: where they are.
         """
         query = self.q_norm(self.q_proj(rows).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2))
-        keys, values = (
-            torch.cat([cached.to(new.dtype), new], 2)
-            for cached, new in zip(context, self.keys_values(rows, tables), strict=True)
+        held = block.context.layers[self.layer]
+        keys, values = block.context.beside(held, self.keys_values(rows, tables))
+        lengths, moving = block.context.lengths - held.base, self.spec.window_from == "query"
+        starts = None
+        if self.window is not None and not moving:
+            starts = (lengths - self.window).clamp_min(0)
+        read = ops.tree_attention(
+            rotate(query, tables).to(keys.dtype),
+            keys,
+            values,
+            block.visible(self.window if moving else None, self.causal),
+            lengths,
+            depths=block.depths,
+            starts=starts,
+            window=self.window if moving else None,
+            sinks=self.attention_sink_bias,
         )
-        query, mask = rotate(query, tables), seen[:, None]
-        if self.attention_sink_bias is None:
-            read = nn.functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
-        else:
-            read = self._with_sinks(query, keys, values, mask)
-        output: Tensor = self.o_proj(read.transpose(1, 2).flatten(2))
+        output: Tensor = self.o_proj(cast(Tensor, read).transpose(1, 2).flatten(2).to(rows.dtype))
         return output
 
-    def _with_sinks(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        """The same with the heads' sinks in the denominator."""
-        groups = self.spec.num_heads // self.spec.num_kv_heads
-        keys, values = (heads.repeat_interleave(groups, 1) for heads in (keys, values))
-        scores = (query @ keys.transpose(-1, -2)) * self.spec.head_dim**-0.5
-        sinks = self.attention_sink_bias.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)  # type: ignore[union-attr]  # there are sinks
-        scores = torch.cat([scores.masked_fill(~mask, -torch.inf), sinks], -1)
-        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        return weights[..., :-1].to(values.dtype) @ values
 
-    def visible(
-        self, lengths: Int[Tensor, " batch"], slots: int, rows: int, *, base: int = 0
-    ) -> Bool[Tensor, "batch rows all"]:
-        """Which of `slots` cached positions, `base` the first, and of the block's own rows each row sees.
+class Block:
+    """Rows of one draft forward: they stand behind a text, one after the other.
 
-        The block starts at position `lengths[b]`.
+    Args:
+        context: the text.
+        rows: how many they are.
+    """
+
+    def __init__(self, context: BlockContext, rows: int) -> None:
+        """Computes what all layers share."""
+        self.context = context
+        self._place = torch.arange(rows, device=context.lengths.device)
+        self.depths = self._place.expand(context.lengths.shape[0], -1)
+        self._words: dict[tuple[int | None, bool], Tensor] = {}
+
+    def visible(self, window: int | None, causal: bool) -> Int[Tensor, "batch rows words"]:
+        """Which rows of the block each of them sees, as `ops.tree_attention` takes it.
+
+        Args:
+            window: no row sees another that is so far away; None for no limit.
+            causal: whether a row sees later ones.
         """
-        place = torch.arange(slots + rows, device=lengths.device)
-        own = torch.arange(rows, device=lengths.device)[:, None]
-        anchor, inside = lengths[:, None, None], place >= slots
-        position = torch.where(inside, anchor + place - slots, base + place)  # [batch, 1, all]
-        seen = inside | (position < anchor)
-        if self.causal:
-            seen = seen & (~inside | (place - slots <= own))
-        if self.window is not None and self.spec.window_from == "query":
-            seen = seen & ((anchor + own - position).abs() < self.window)
-        elif self.window is not None:
-            seen = seen & (inside | (position >= anchor - self.window))
-        return seen.expand(-1, rows, -1)
+        if (window, causal) not in self._words:
+            ahead = self._place - self._place[:, None]
+            seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
+            seen = seen if window is None else seen & (ahead.abs() < window)
+            self._words[window, causal] = topology.pack(seen.expand(self.depths.shape[0], -1, -1))
+        return self._words[window, causal]
 
 
 class DynamicConv(nn.Module):
@@ -150,16 +156,15 @@ class BlockLayer(nn.Module):
         self,
         rows: Float[Tensor, "batch rows hidden"],
         tables: tuple[Tensor, Tensor],
-        context: KeysValues,
-        seen: Bool[Tensor, "batch rows all"],
+        block: Block,
     ) -> Float[Tensor, "batch rows hidden"]:
         """See `BlockAttention.forward`."""
         normed = self.input_layernorm(rows)
         if self.attention_conv is None:
-            rows = rows + self.self_attn(normed, tables, context, seen)
+            rows = rows + self.self_attn(normed, tables, block)
         else:
             before, after = self.attention_conv.kernels(normed)
-            read = self.self_attn(self.attention_conv.convolve(normed, before), tables, context, seen)
+            read = self.self_attn(self.attention_conv.convolve(normed, before), tables, block)
             rows = rows + self.attention_conv.convolve(read, after)
         normed = self.post_attention_layernorm(rows)
         if self.mlp_conv is None:
@@ -212,16 +217,23 @@ class BlockBackbone(nn.Module):
                 f"features {list(features.shape)} and counts {list(counts.shape)} for a context of batch {batch}; "
                 f"expected {states}: [{batch}, rows, {width}] and [{batch}]. Was the drafter made for this target?"
             )
+        if context.capacity is not None:
+            context.append_fixed(self._context_rows(features, context), counts)
+            return
         kept = counts.tolist()
         if windows != self.spec.windows or not all(0 <= count <= features.shape[1] for count in kept):
             raise ShapeError(
                 f"a context with windows {windows} and counts {kept} of {features.shape[1]} features; "
                 f"expected windows {self.spec.windows} (see BlockModel.context) and counts from 0 on, to as many."
             )
+        context.append(self._context_rows(features, context), kept)
+
+    def _context_rows(self, features: Tensor, context: BlockContext) -> list[KeysValues]:
+        """Keys and values of features that follow a text, in every layer."""
         encoded = self.hidden_norm(self.fc(features))
         positions = context.lengths[:, None] + torch.arange(features.shape[1], device=features.device)
         tables = self.spec.rope.tables(positions, encoded.dtype)
-        context.append([layer.self_attn.keys_values(encoded, tables) for layer in self.stack], kept)
+        return [layer.self_attn.keys_values(encoded, tables) for layer in self.stack]
 
     def forward(
         self, embedded: Float[Tensor, "batch rows hidden"], context: BlockContext
@@ -235,13 +247,8 @@ class BlockBackbone(nn.Module):
         rows, width = embedded, embedded.shape[1]
         positions = context.lengths[:, None] + torch.arange(width, device=rows.device)
         tables = self.spec.rope.tables(positions, rows.dtype)
-        masks: dict[Any, Tensor] = {}
-        for layer, kept in zip(self.stack, context.layers, strict=True):
-            attention, cached = layer.self_attn, context.held(kept)
-            slots = cached[0].shape[2]
-            kind = attention.window, attention.causal, kept.base, slots
-            if kind not in masks:
-                masks[kind] = attention.visible(context.lengths, slots, width, base=kept.base)
-            rows = layer(rows, tables, cached, masks[kind])
+        block = Block(context, width)
+        for layer in self.stack:
+            rows = layer(rows, tables, block)
         output: Tensor = self.norm(rows)
         return output

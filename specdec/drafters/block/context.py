@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec.errors import SpecdecError
@@ -37,7 +37,13 @@ class LayerContext:
         return self.buffers[0].shape[2] if self.buffers else 0
 
     def reserve(self, like: KeysValues, shortest: int, longest: int) -> None:
-        """Makes room for texts of these lengths, dropping what is out of the window of all of them."""
+        """Makes room for texts of these lengths, dropping what is out of the window of all of them.
+
+        Args:
+            like: rows of the same heads.
+            shortest: least of the lengths; no position before its window is ever read again.
+            longest: slots are needed up to this position.
+        """
         if self.buffers and longest - self.base <= self.slots:
             return
         first = self.base if self.window is None else max(self.base, shortest - self.window)
@@ -62,6 +68,8 @@ class BlockContext:
         windows: sliding window of each layer, None for full attention.
         batch: rows.
         device: where the buffers are.
+        capacity: positions that are ever needed, those of a block included. With it, buffers are made once and hold
+            all of them, and nothing reads the device: `extend` takes counts from there.
 
     Example:
         >>> import torch
@@ -75,18 +83,48 @@ class BlockContext:
         True
     """
 
-    def __init__(self, windows: Sequence[int | None], batch: int, device: torch.device | str) -> None:
+    def __init__(
+        self, windows: Sequence[int | None], batch: int, device: torch.device | str, *, capacity: int | None = None
+    ) -> None:
         """Holds nothing yet."""
+        self.capacity = capacity
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.layers = [LayerContext(window) for window in windows]
         self._lengths = [0] * batch
 
-    def held(self, layer: LayerContext) -> KeysValues:
-        """Keys and values of a layer, up to the longest row."""
+    def beside(self, layer: LayerContext, block: KeysValues) -> tuple[Tensor, Tensor]:
+        """Writes the rows of a block behind each text; returns all slots of a layer. They are not part of the text.
+
+        Raises:
+            SpecdecError: if the context was never extended.
+        """
         if not layer.buffers:
             raise SpecdecError("the context was never extended; extend it with features, of 0 rows if there are none.")
-        keys, values = (buffer[:, :, : max(self._lengths) - layer.base] for buffer in layer.buffers)
+        width = block[0].shape[2]
+        if self.capacity is None:
+            layer.reserve(block, min(self._lengths), max(self._lengths) + width)
+        self._write(layer, block, self.lengths - layer.base)
+        keys, values = layer.buffers
         return keys, values
+
+    @staticmethod
+    def _write(layer: LayerContext, rows: KeysValues, starts: Tensor) -> None:
+        slots = starts[:, None] + torch.arange(rows[0].shape[2], device=starts.device)
+        for buffer, heads in zip(layer.buffers, rows, strict=True):
+            index = slots[:, None, :, None].expand(-1, heads.shape[1], -1, heads.shape[3])
+            buffer.scatter_(2, index, heads.to(buffer.dtype))
+
+    def append_fixed(self, layers: Sequence[KeysValues], counts: Int[Tensor, " batch"]) -> None:
+        """As `append`, into buffers of a fixed capacity, by counts that stay on their device.
+
+        What is written behind a row's new length is no part of it, and is overwritten by what comes next.
+        """
+        for layer, given in zip(self.layers, layers, strict=True):
+            if not layer.buffers:
+                slots = cast(int, self.capacity)
+                layer.buffers = tuple(rows.new_zeros(*rows.shape[:2], slots, rows.shape[3]) for rows in given)
+            self._write(layer, given, self.lengths)
+        self.lengths += counts
 
     def append(self, layers: Sequence[KeysValues], counts: Sequence[int]) -> None:
         """Writes the first `counts[b]` new rows of each layer behind what a batch row holds; reads nothing back."""
