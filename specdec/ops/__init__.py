@@ -7,6 +7,7 @@ and the reference everywhere else; both give the same result within the toleranc
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy
 from specdec.ops._dispatch import Impl, available
 from specdec.ops.accept_tree import TextState, accept_tree
+from specdec.ops.grow_tree import grow_tree
 from specdec.ops.hadamard import hadamard
 from specdec.ops.lookup_tree import lookup_tree
 from specdec.ops.move_rows import move_rows
@@ -21,6 +22,7 @@ __all__ = [
     "TextState",
     "accept_tree",
     "available",
+    "grow_tree",
     "hadamard",
     "lookup_tree",
     "move_rows",

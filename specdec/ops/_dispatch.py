@@ -12,7 +12,9 @@ import torch
 
 from specdec.errors import UnsupportedError
 
-KERNELS = frozenset({"accept_tree", "lookup_tree", "move_rows", "tree_attention", "tree_layout", "write_rows"})
+KERNELS = frozenset(
+    {"accept_tree", "grow_tree", "lookup_tree", "move_rows", "tree_attention", "tree_layout", "write_rows"}
+)
 """Ops that have a kernel."""
 
 Impl: TypeAlias = Literal["auto", "reference", "triton"]
