@@ -14,6 +14,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 SAYS = {
     "quickstart": "Same tokens as plain greedy decoding: yes",
     "block_drafter": "Same tokens as plain greedy decoding: yes",
+    "feature_drafter": "Same tokens as plain greedy decoding: yes",
     "device_rounds": "Same tokens as plain greedy decoding, both: yes",
 }
 """What an example must have found."""

@@ -33,6 +33,9 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 """Forms, and the keys that each of them reads."""
 
+WHOLE = ("original_max_position_embeddings",)
+"""Of these, what readers want as a whole number."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -95,7 +98,8 @@ class Rope:
     def to_config(self, head_dim: int) -> dict[str, Any]:
         """The block `rope_parameters` that `from_config` reads as this embedding."""
         share = {} if self.dim == head_dim else {"partial_rotary_factor": self.dim / head_dim}
-        return {"rope_type": self.kind, "rope_theta": self.theta, **share, **dict(self.options)}
+        options = {key: int(value) if key in WHOLE else value for key, value in self.options}
+        return {"rope_type": self.kind, "rope_theta": self.theta, **share, **options}
 
     def frequencies(self, dtype: torch.dtype = torch.float32) -> tuple[Float[Tensor, " half"], float]:
         """Radians per position of each pair of numbers, and a factor on the tables."""
@@ -151,7 +155,7 @@ class Rope:
     ) -> tuple[Float[Tensor, "batch rows dim"], Float[Tensor, "batch rows dim"]]:
         """Cosines and sines at the positions; angles are computed in float32, for float64 in float64."""
         exact = torch.promote_types(dtype, torch.float32)
-        frequencies, factor = _frequencies(self, exact, positions.device)
+        frequencies, factor = _known(self, exact, positions.device)
         angles = positions[..., None].to(exact) * frequencies
         angles = torch.cat([angles, angles], -1)
         return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -162,6 +166,10 @@ def _frequencies(rope: Rope, dtype: torch.dtype, device: torch.device) -> tuple[
     """The frequencies where they are needed; asked for in every forward."""
     frequencies, factor = rope.frequencies(dtype)
     return frequencies.to(device), factor
+
+
+_known = torch.compiler.disable(_frequencies)
+"""Compiled code would compute them anew in each forward."""
 
 
 def rotate(

@@ -12,22 +12,25 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec import ops
-from specdec.drafters import ModelDrafter
+from specdec.drafters import BlockDrafter, ModelDrafter
 from specdec.drafters.on_device import DeviceLookup, on_device
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import support
 from specdec.hf.cache import RowCache
+from specdec.hf.device_block import DeviceBlock
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.round_context import RoundContext
 from specdec.hf.target import ModelTarget
 from specdec.protocols import Drafter, TreeBuilder
 from specdec.trees import BestFirst, Chain
 
-Draft: TypeAlias = "DeviceLookup | DeviceChain"
+Draft: TypeAlias = "DeviceLookup | DeviceChain | DeviceBlock"
 
 
-def device_form(drafter: Drafter, tree: TreeBuilder, nodes: int) -> Draft:
+def device_form(drafter: Drafter, tree: TreeBuilder, nodes: int, temperature: float = 1.0) -> Draft:
     """What drafts in a device round in place of a drafter and its tree builder, for a budget of `nodes`.
+
+    A block drafter's law follows the `temperature` of the request.
 
     Raises:
         UnsupportedError: if there is nothing; the message says why.
@@ -37,6 +40,8 @@ def device_form(drafter: Drafter, tree: TreeBuilder, nodes: int) -> Draft:
     depth = tree.depth if isinstance(tree, BestFirst) else None
     if isinstance(tree, BestFirst) and tree != BestFirst(tree.nodes, depth=depth):
         raise UnsupportedError(f"on the device, trees.BestFirst takes nodes= and depth= only, not {tree!r}.")
+    if isinstance(drafter, BlockDrafter):
+        return DeviceBlock(drafter, nodes, depth=depth, chain=tree.chain, temperature=temperature)
     if not isinstance(drafter, ModelDrafter):
         return on_device(drafter, nodes=nodes, depth=depth, chain=tree.chain)
     if not tree.chain:
@@ -162,4 +167,5 @@ class DeviceChain:
         if self._limit is not None:
             positions = positions.clamp_max(self._limit - 1)
         given = tokens.clamp_max(self._ids - 1)
-        return self._served.run(self.model, given, positions, visible, depths, cached)[..., : self._vocab]
+        logits, _ = self._served.run(self.model, given, positions, visible, depths, cached)
+        return logits[..., : self._vocab]

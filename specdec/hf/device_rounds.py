@@ -16,8 +16,10 @@ from transformers.generation import stopping_criteria
 
 from specdec import ops
 from specdec.control import Always
+from specdec.drafters.on_device import DeviceLookup
 from specdec.errors import UnsupportedError
 from specdec.hf import support
+from specdec.hf.device_block import DeviceBlock
 from specdec.hf.device_draft import DeviceChain, Draft, device_form
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.ledger import PREFIX_FREE, TokenLedger
@@ -86,6 +88,8 @@ class Programs:
             self._key = self._program = None  # its buffers make room for the new ones
         else:
             draft = kept.draft
+        if isinstance(draft, DeviceBlock):
+            draft.prepare(ledger.draft_context(target), slots)
         if isinstance(draft, DeviceChain):
             context = ledger.draft_context(target)
             draft.prepare(context.tokens.to(device), context.mask.to(device), slots, target.vocab_size, impl)
@@ -150,12 +154,15 @@ def obstacle(
         form = device_form(drafter, tree, nodes)
     except UnsupportedError as error:
         return str(error).rstrip(".")
-    models = [target.model, form.model] if isinstance(form, DeviceChain) else [target.model]
+    models = [target.model] if isinstance(form, DeviceLookup) else [target.model, form.model]
     if any(weight.device != target.model_device for model in models for weight in model.parameters()):
         return "its weights are on several devices"
     if target.model_device.type == "cuda":
         can, reason = ops.available("tree_attention", target.model_device)
-        return next(filter(None, (support.capture_obstacle(model.config) for model in models)), "" if can else reason)
+        return next(
+            filter(None, (support.capture_obstacle(model.config) for model in models if hasattr(model, "config"))),
+            "" if can else reason,
+        )
     return ""
 
 
@@ -195,7 +202,7 @@ def device_rounds(
     yield _round(0, tree_of_prompt, torch.full((batch, 1), -1), first, 0, now - mark)
     if not bool(ledger.active.any()):
         return
-    draft = device_form(drafter, tree, nodes)
+    draft = device_form(drafter, tree, nodes, ledger.temperature or 1.0)
     program = programs.get(target, ledger, draft, choose, generator=generator, capture=capture, compiled=compiled)
     lengths, width = target.lengths.tolist(), program.cache.width
     index, before = 0, [False] * batch

@@ -284,6 +284,11 @@ class TokenLedger:
         """All committed tokens, padded on the right."""
         return self._ids[:, : max(self._lengths)].clone()
 
+    @property
+    def temperature(self) -> float:
+        """The request's temperature; 0 when it is greedy."""
+        return self._temperature if self.do_sample else 0.0
+
     def draft_context(self, target: Target) -> DraftContext:
         """Committed tokens so far, for a drafter that starts now."""
         ids = self.sequences()
@@ -295,7 +300,7 @@ class TokenLedger:
             tokens=ids,
             mask=mask,
             vocab_size=target.vocab_size,
-            temperature=self._temperature if self.do_sample else 0.0,
+            temperature=self.temperature,
             features=target.take_features(ids.shape[1]) if isinstance(target, ModelTarget) else None,
             open_model=open_model,
             generator=self._generator,

@@ -13,6 +13,7 @@ from specdec import ops
 from specdec.errors import SpecdecError
 from specdec.hf import compat
 from specdec.hf.attention import CONTEXT, attending, read
+from specdec.hf.features import joined
 from specdec.hf.fixed_cache import FixedCache
 
 OPERATOR = "specdec::device_attention"
@@ -37,8 +38,9 @@ class RoundContext:
         visible: Int[Tensor, "batch rows words"],
         depths: Int[Tensor, "batch rows"],
         cached: Int[Tensor, " batch"],
-    ) -> Float[Tensor, "batch rows vocab"]:
-        """One forward of the model over new rows behind the `cached` committed slots; returns its logits."""
+        features: tuple[int, ...] = (),
+    ) -> tuple[Float[Tensor, "batch rows vocab"], Float[Tensor, "batch rows features"] | None]:
+        """One forward over new rows behind the `cached` committed slots: its logits, and the states of some layers."""
         self.cache.begin(cached, tokens.shape[1])
         self.visible, self.depths = visible, depths
         with attending(self._config), self.serving():
@@ -48,10 +50,10 @@ class RoundContext:
                 attention_mask=None,
                 use_cache=True,
                 return_dict=True,
+                **({"output_hidden_states": list(features)} if features else {}),
                 **{compat.CACHE_NAME: self.cache, CONTEXT: self},
             )
-        logits: Tensor = output.logits
-        return logits
+        return output.logits, joined(output, features) if features else None
 
     @contextmanager
     def serving(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from specdec import ops
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import support
 from specdec.hf.cache import RowCache, grown
+from specdec.hf.device_block import DeviceBlock
 from specdec.hf.device_draft import Draft
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.merged import merged_twin
@@ -86,6 +87,8 @@ class RoundProgram:
         self._forward: Any = model
         if compiled:
             self._forward = torch.compile(merged_twin(support.plain(model))[0].forward, dynamic=False)
+            if isinstance(draft, DeviceBlock):
+                draft.compile()
         self._capture = capture
         self._graph: torch.cuda.CUDAGraph | None = None
         batch, width = state.lengths.shape[0], cache.width
@@ -163,10 +166,15 @@ class RoundProgram:
         tokens, parents, num_nodes = self.draft(state.tokens, state.lengths, limits)
         visible, depths = ops.tree_layout(parents, num_nodes)
         positions = state.positions[:, None] + depths
-        logits = self._context.run(self._forward, tokens, positions, visible, depths, state.cached.clone())
+        wanted = self.draft.feature_layers if isinstance(self.draft, DeviceBlock) else ()
+        logits, features = self._context.run(
+            self._forward, tokens, positions, visible, depths, state.cached.clone(), wanted
+        )
         chosen = self._choose(logits)
         path, found, counts = ops.accept_tree(tokens, parents, num_nodes, visible, depths, chosen, state, self._stops)
         self.cache.keep(path, counts)
+        if features is not None and isinstance(self.draft, DeviceBlock):
+            self.draft.absorb(features, path, counts)
         torch.cat([counts[:, None], num_nodes[:, None], path, found, tokens, parents], 1, out=self._record)
 
     def _captured(self) -> torch.cuda.CUDAGraph:

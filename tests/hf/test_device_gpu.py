@@ -6,6 +6,7 @@ pytest -m gpu tests/hf/test_device_gpu.py
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from specdec import SpeculativeGenerator, drafters, kv, trees
 from specdec.hf import device_rounds
 from specdec.testing import tiny_model
+from tests.drafters.block.checkpoints import write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -172,3 +174,24 @@ def test_auto_takes_the_device_where_it_can(options: dict[str, Any], on_device: 
     plain = type(model).generate(model, **given, **NEW, do_sample=False, **options)
     assert torch.equal(generator.generate(**given, **NEW, do_sample=False, **options), plain)
     assert (generator._programs._program is not None) == on_device
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("dialect", "tree"), [("dflash2", "best"), ("dflash_flat", "best"), ("dspark_rnn", "chain")])
+def test_block_drafters_inside_a_graph(
+    dialect: str, tree: str, batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their context grows inside the graph; the text is that of plain generate, the rounds those of the host."""
+    model, given = model_of("llama"), prompts(batch)
+    drafter = drafters.from_pretrained(write(tmp_path, dialect).folder, model)
+    shape = trees.BestFirst(nodes=10) if tree == "best" else trees.Chain(4)
+    plain = type(model).generate(model, **given, **NEW, do_sample=False)
+    served = generator_of(model, drafter=drafter, tree=shape)
+    for _ in range(2):
+        assert torch.equal(served.generate(**given, **NEW, do_sample=False), plain)
+    with uncaptured(monkeypatch):
+        stepped = generator_of(model, drafter=drafter, tree=shape)
+        assert torch.equal(stepped.generate(**given, **NEW, do_sample=False), plain)
+    host = generator_of(model, drafter=drafter, tree=shape, execution="host")
+    assert torch.equal(host.generate(**given, **NEW, do_sample=False), plain)
+    assert served.stats.drafted == host.stats.drafted > 0

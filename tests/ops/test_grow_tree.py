@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.ops import grow_tree as module
+from specdec.ops.grow_tree import MOST
 from specdec.trees import topology
 from specdec.types import DraftTree
 
@@ -142,6 +142,20 @@ def test_scores_that_are_none_end_paths(impl: ops.Impl) -> None:
     assert tokens[0, 1:].tolist() == [0] * 5
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("seed", range(20))
+def test_the_compiled_kernel_is_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    sizes = rng.randint(1, 9), rng.randint(1, 20), rng.randint(1, 40)
+    call = lattice(seed, *sizes, conditional=rng.random() < 0.5, ties=rng.random() < 0.3)
+    limits = torch.tensor([rng.randint(0, 20) for _ in range(sizes[0])])
+    call |= {"nodes": rng.randint(1, 128), "limits": limits}
+    there = {name: value.cuda() if isinstance(value, Tensor) else value for name, value in call.items()}
+    found = ops.grow_tree(**there, impl="triton")
+    assert all(torch.equal(a.cpu(), b) for a, b in zip(found, ops.grow_tree(**call, impl="reference"), strict=True))
+
+
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tokens": torch.zeros(1, 2, dtype=torch.int64)}, ShapeError, r"tokens must be \[batch, levels, candidates\]"),
     ({"tokens": torch.zeros(1, 2, 3, dtype=torch.int32)}, ShapeError, "tokens must be torch.int64"),
@@ -168,6 +182,6 @@ def test_wrong_arguments_are_told(change: dict[str, Any], error: type[Exception]
 
 def test_bounds() -> None:
     rng = random.Random(0)
-    wide = lattice(rng.randrange(99), 1, 1, module.MOST["candidates"] + 1, conditional=False, ties=False)
+    wide = lattice(rng.randrange(99), 1, 1, MOST["candidates"] + 1, conditional=False, ties=False)
     with pytest.raises(UnsupportedError, match="candidates must be 1 to 64, got 65"):
         ops.grow_tree(**wide, nodes=3)

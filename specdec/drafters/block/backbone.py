@@ -62,7 +62,7 @@ class BlockAttention(nn.Module):
         starts = None
         if self.window is not None and not moving:
             starts = (lengths - self.window).clamp_min(0)
-        read = ops.tree_attention(
+        read = _attend(
             rotate(query, tables).to(keys.dtype),
             keys,
             values,
@@ -75,6 +75,10 @@ class BlockAttention(nn.Module):
         )
         output: Tensor = self.o_proj(cast(Tensor, read).transpose(1, 2).flatten(2).to(rows.dtype))
         return output
+
+
+_attend = torch.compiler.disable(ops.tree_attention)
+"""What `torch.compile` leaves alone: it fuses what lies between."""
 
 
 class Block:

@@ -75,9 +75,9 @@ class BlockDrafter:
                 f"BlockDrafter: least_confidence={least_confidence} must be from 0 to 1, of a model with a confidence "
                 f"head; this one {'has one' if model.confidence_head is not None else 'has none'}."
             )
-        self._least = least_confidence
+        self.least_confidence = least_confidence
         self.model, self.length = model.eval(), length or spec.slots(spec.block_size)
-        self._given_temperature = temperature
+        self.temperature = temperature
         self._context: BlockContext | None = None
         self._block: _Block | None = None
         self._doubt = Doubt(logger)
@@ -100,7 +100,7 @@ class BlockDrafter:
         text = committed_text(context, self.model.spec, self)
         self.model.check_complete()
         self._device = context.tokens.device
-        self._temperature = self._given_temperature or context.temperature or 1.0
+        self._temperature = self.temperature or context.temperature or 1.0
         self._context = self.model.context(context.tokens.shape[0])
         self._extend(text.features, text.counts)
         self._block = None
@@ -129,12 +129,12 @@ class BlockDrafter:
             parents = frontier.parents.to(device).clamp_min(0)
             states = states.gather(1, parents[:, :, None].expand(-1, -1, states.shape[-1]))
         previous = frontier.tokens.to(device)
-        if self.model.marginal and self._least is None:
+        if self.model.marginal and self.least_confidence is None:
             previous = previous[:, :1]  # one law for all nodes
         ids, scores, block.states = self.model.scores(block.hidden[:, slot], block.logits[:, slot], previous, states)
         log_probs = log_law(scores, self._temperature)
-        if self._least is not None:
-            unsure = self.model.confidence(block.hidden[:, slot], previous) < self._least
+        if self.least_confidence is not None:
+            unsure = self.model.confidence(block.hidden[:, slot], previous) < self.least_confidence
             log_probs = log_probs.masked_fill(unsure[..., None], -torch.inf)
         found = candidates(log_probs, ids, count, self.model.spec.vocab_size, self._device)
         return spread(found, frontier.tokens.shape[1])

@@ -38,11 +38,27 @@ class CandidateSelector(nn.Module):
             previous: tokens that may stand before it.
             to_target: id of each logit; None if they are all tokens in order.
         """
-        unary, tokens = logits.topk(self.top_k, dim=-1)
-        tokens = tokens if to_target is None else to_target[tokens]
-        paths = self.predecessor_codebook[previous] * self.hidden_projection(hidden)[:, None]
-        edges = paths @ self.successor_codebook[tokens].transpose(1, 2)
-        return tokens[:, None].expand(-1, previous.shape[1], -1), unary[:, None] + edges
+        tokens, unary = self.candidates(logits, to_target)
+        return tokens[:, None].expand(-1, previous.shape[1], -1), self.edges(hidden, tokens, unary, previous)
+
+    def candidates(
+        self, logits: Float[Tensor, "*lead vocab"], to_target: Int[Tensor, " vocab"] | None = None
+    ) -> tuple[Int[Tensor, "*lead rank"], Float[Tensor, "*lead rank"]]:
+        """The best tokens by the logits alone, and these logits."""
+        unary, tokens = best(logits, self.top_k)
+        return tokens if to_target is None else to_target[tokens], unary
+
+    def edges(
+        self,
+        hidden: Float[Tensor, "*lead hidden"],
+        tokens: Int[Tensor, "*lead rank"],
+        unary: Float[Tensor, "*lead rank"],
+        previous: Int[Tensor, "*lead paths"],
+    ) -> Float[Tensor, "*lead paths rank"]:
+        """Scores of candidates after each of several tokens, of any number of slots at once."""
+        paths = self.predecessor_codebook[previous] * self.hidden_projection(hidden).unsqueeze(-2)
+        edges: Tensor = paths @ self.successor_codebook[tokens].transpose(-1, -2)
+        return unary.unsqueeze(-2) + edges
 
 
 class MarkovHead(nn.Module):
@@ -100,3 +116,22 @@ class ConfidenceHead(nn.Module):
         given = hidden if token is None else torch.cat([hidden, token.to(hidden.dtype)], -1)
         logit: Tensor = self.proj(given).squeeze(-1)
         return logit.sigmoid()
+
+
+PART = 4096
+"""Numbers among which the largest are found at once."""
+
+
+def best(
+    logits: Float[Tensor, "*lead vocab"], count: int
+) -> tuple[Float[Tensor, "*lead rank"], Int[Tensor, "*lead rank"]]:
+    """The largest logits and their places, largest first; of a large vocabulary part by part, side by side."""
+    size = logits.shape[-1]
+    if size <= 2 * PART or count > PART:
+        values, places = logits.topk(count, dim=-1)
+        return values, places
+    parts = nn.functional.pad(logits, (0, -size % PART), value=-torch.inf).unflatten(-1, (-1, PART))
+    values, places = parts.topk(count, dim=-1)
+    places = places + torch.arange(0, parts.shape[-2] * PART, PART, device=logits.device)[:, None]
+    values, chosen = values.flatten(-2).topk(count, dim=-1)
+    return values, places.flatten(-2).gather(-1, chosen)

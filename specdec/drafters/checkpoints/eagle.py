@@ -61,7 +61,7 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
     if dialect == "speculators":
         keys = Keys({"": dict(config), "transformer_layer_config.": dict(config.get("transformer_layer_config") or {})})
         keys.take("transformer_layer_config", "speculators_config", "speculators_version", "embed_requires_grad")
-        fields = _speculators(keys)
+        fields = _speculators(keys, target)
     else:
         keys = Keys({"": dict(config), "eagle_config.": dict(config.get("eagle_config") or {})})
         keys.take("eagle_config", "num_hidden_layers", "layer_types", "sliding_window", "use_aux_hidden_state")
@@ -91,24 +91,26 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
 
 def _flat(keys: Keys, nested_shift: int, target: Target | None) -> dict[str, Any]:
     """A drafter of SafeAILab or SpecForge; a list inside `eagle_config` names, with SpecForge, layers' outputs."""
-    ids = keys.get(IDS, None, also=("target_layer_ids",), why="SafeAILab's choice: an early, a middle and a late state")
-    if ids is None:
-        if target is None:
-            raise UnsupportedError(
-                f"config.json has no {IDS!r}; which states are read depends on the number of the target's layers. "
-                "Pass target=."
-            )
-        found = tuple(dict.fromkeys((2, target.layers // 2, target.layers - 3)))
-    else:
-        shift = nested_shift if IDS not in keys.parts[""] else 0
-        found = tuple(layer + shift for layer in keys.integers(IDS))
+    shift = nested_shift if IDS not in keys.parts[""] else 0
     return {
         "family": "eagle3",
-        "feature_layers": found,
+        "feature_layers": _layers(keys, target, shift),
         "windows": (None,),
         "norm_before_residual": keys.flag("norm_before_residual", False, why="that of SafeAILab's code"),
         "depth": keys.integer("ttt_length", 7, why="that of SafeAILab's training"),
     }
+
+
+def _layers(keys: Keys, target: Target | None, shift: int = 0) -> tuple[int, ...]:
+    """States that are read; where none are named, all readers take the same three."""
+    if keys.get(IDS, None, also=("target_layer_ids",), why="an early, a middle and a late state") is not None:
+        return tuple(layer + shift for layer in keys.integers(IDS, also=("target_layer_ids",)))
+    if target is None:
+        raise UnsupportedError(
+            f"config.json has no {IDS!r}; which states are read depends on the number of the target's layers. "
+            "Pass target=."
+        )
+    return tuple(dict.fromkeys((2, target.layers // 2, target.layers - 3)))
 
 
 def _deepspec(keys: Keys) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def _deepspec(keys: Keys) -> dict[str, Any]:
     }
 
 
-def _speculators(keys: Keys) -> dict[str, Any]:
+def _speculators(keys: Keys, target: Target | None) -> dict[str, Any]:
     """A drafter of speculators, whose ids index `hidden_states` as they are."""
     family, inner = str(keys.get("speculators_model_type")), keys.parts["transformer_layer_config."]
     model_type = inner.get("model_type", "llama")
@@ -143,7 +145,7 @@ def _speculators(keys: Keys) -> dict[str, Any]:
     parallel = {"mask_token_id": keys.integer("mask_token_id")} if family == "peagle" else {}
     return {
         "family": family,
-        "feature_layers": keys.integers(IDS),
+        "feature_layers": _layers(keys, target),
         "windows": windows,
         "head_norms": model_type == "qwen3",
         # Readers disagree on what a missing key means.

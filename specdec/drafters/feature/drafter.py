@@ -29,7 +29,7 @@ CHUNK = 512
 
 
 class FeatureDrafter:
-    """Drafts with an EAGLE-3, P-EAGLE, MTP or Medusa model.
+    """Drafts with an EAGLE-3, P-EAGLE or MTP model, a Gemma 4 assistant or Medusa heads.
 
     Args:
         model: the model, with what it borrows of the target.
@@ -41,7 +41,7 @@ class FeatureDrafter:
 
     Example:
         >>> from specdec import drafters
-        >>> drafter = drafters.from_pretrained("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B", target)  # doctest: +SKIP
+        >>> drafter = drafters.from_pretrained("deepseek-ai/eagle3_qwen3_4b_ttt7", target)  # doctest: +SKIP
     """
 
     def __init__(self, model: FeatureModel, *, length: int | None = None, temperature: float | None = None) -> None:

@@ -59,6 +59,8 @@ class MTPSpec:
     def __post_init__(self) -> None:
         if self.modules < 1 or self.depth < 1:
             raise UnsupportedError(f"MTP head: modules {self.modules} and depth {self.depth} must be 1 or more.")
+        if self.modules > 1 and self.depth > self.modules:
+            raise UnsupportedError(f"MTP head: {self.modules} modules draft no {self.depth} tokens (depth).")
 
     @property
     def family(self) -> str:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import drafters, trees
-from specdec.drafters.block import BlockContext, BlockDrafter, context
+from specdec.drafters.block import BlockContext, BlockDrafter, context, heads
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Frontier
@@ -231,3 +231,12 @@ def test_by_hand_mistakes_are_told(tmp_path: Path) -> None:
         bare.slots(torch.tensor([3]), bare.context(), 4)
     with pytest.raises(UnsupportedError, match="no confidence head"):
         model.confidence(torch.zeros(1, 48), torch.zeros(1, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("size", [100, 8192, 9000, 20_001])
+def test_the_best_of_a_large_vocabulary(size: int) -> None:
+    """Found part by part, they are those that are found at once."""
+    logits = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size))
+    values, places = heads.best(logits, 16)
+    assert torch.equal(values, logits.topk(16).values)
+    assert torch.equal(logits.gather(-1, places), values)

@@ -38,9 +38,11 @@ def test_each_format_becomes_one_specification(dialect: str, tmp_path: Path) -> 
     assert ("mask_token_id" in str(found)) == (dialect == "peagle")
 
 
-def test_states_that_the_number_of_layers_decides(tmp_path: Path) -> None:
-    """SafeAILab's files do not say which states are read."""
-    write(tmp_path, "eagle")
+@pytest.mark.parametrize("dialect", ["eagle", "speculators"])
+def test_states_that_the_number_of_layers_decides(dialect: str, tmp_path: Path) -> None:
+    """SafeAILab's files do not say which states are read; those of speculators may say null."""
+    missing = {"eagle_aux_hidden_state_layer_ids": None} if dialect == "speculators" else {}
+    write(tmp_path, dialect, **missing)
     with pytest.raises(UnsupportedError, match=r"depends on the number of the target's layers\. Pass target="):
         drafters.inspect(tmp_path)
     assert drafters.inspect(tmp_path, helpers.model(num_hidden_layers=8)).spec.feature_layers == (2, 4, 5)

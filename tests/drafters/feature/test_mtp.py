@@ -105,6 +105,9 @@ def test_committed_rows_are_those_of_a_fresh_start(loaded: Any, seed: int, chunk
 
 
 def test_several_modules_draft_no_further(loaded: Any) -> None:
+    sizes = {"feature_size": 48, "hidden_size": 48, "vocab_size": 97, "draft_vocab_size": 97}
+    with pytest.raises(UnsupportedError, match=r"2 modules draft no 3 tokens"):
+        drafters.MTPSpec(style="deepseek", modules=2, depth=3, feature_layers=(2,), **sizes)
     written, found, _ = loaded
     modules = written.reference["modules"]
     if modules == 1:

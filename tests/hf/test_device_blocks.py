@@ -1,0 +1,123 @@
+"""Block drafters in device rounds: the same text as plain decoding, and the same drafts as on the host."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SpeculativeGenerator, drafters, trees
+from specdec.drafters import BlockDrafter
+from specdec.errors import UnsupportedError
+from specdec.protocols import TreeBuilder
+from tests import helpers
+from tests.drafters.block.checkpoints import write
+from tests.hf.device_runs import SERVED, generator, serve
+
+NEW = 24
+TREES: dict[str, TreeBuilder] = {
+    "best first": trees.BestFirst(nodes=10, depth=4),
+    "wide": trees.BestFirst(nodes=20),
+    "chain": trees.Chain(4),
+}
+
+
+@cache
+def drafter_of(family: str, dialect: str) -> BlockDrafter:
+    target = helpers.model(family)
+    layers = target.config.get_text_config().num_hidden_layers
+    found = drafters.from_pretrained(write(Path(mkdtemp()), dialect, num_target_layers=layers).folder, target)
+    assert isinstance(found, BlockDrafter)
+    return found
+
+
+def request() -> dict[str, Any]:
+    return {**helpers.batch(helpers.FOUR), "max_new_tokens": NEW}
+
+
+@pytest.mark.parametrize("family", SERVED)
+def test_greedy_text_is_that_of_plain_generate(family: str) -> None:
+    for dialect, tree in (("dflash_nested", "best first"), ("dflash2", "wide")):
+        run = serve(
+            generator(helpers.model(family), drafter=drafter_of(family, dialect), tree=TREES[tree]), **request()
+        )
+        assert run.output.tolist() == helpers.text("ragged", NEW, family).tolist()
+        assert run.generator.stats.drafted > 40
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("dialect", ["dflash_flat", "dflash2", "speculators_dflash", "dspark_rnn", "dspark_gated"])
+def test_drafts_are_those_of_the_host(dialect: str, tree: str) -> None:
+    """Round by round the same trees: what was committed became context in the same way, windows and all."""
+    drafter, target = drafter_of("llama", dialect), helpers.model()
+    if drafter.model.markov_head is not None and tree != "chain":
+        with pytest.raises(UnsupportedError, match="a Markov head scores all tokens after each other"):
+            generator(target, drafter=drafter, tree=TREES[tree]).generate(**request())
+        return
+    there = serve(generator(target, drafter=drafter, tree=TREES[tree]), **request())
+    here = helpers.speculate(target, BlockDrafter(drafter.model), TREES[tree], **request())
+    assert there.output.tolist() == here.output.tolist()
+    compared = 0
+    for device, host in zip(there.rounds[1:], here.rounds[1:], strict=True):
+        for row in range(len(device.num_committed)):
+            if not int(device.num_committed[row]):
+                continue
+            compared += 1
+            assert paths(device.tree, row) == paths(host.tree, row)
+            assert int(device.num_accepted[row]) == int(host.num_accepted[row])
+    assert compared > 15
+
+
+def paths(tree: Any, row: int) -> set[tuple[int, ...]]:
+    """The drafted paths of a row, however they are numbered."""
+    found: dict[int, tuple[int, ...]] = {0: ()}
+    for node in range(1, int(tree.num_nodes[row])):
+        found[node] = (*found[int(tree.parents[row, node])], int(tree.tokens[row, node]))
+    return set(found.values())
+
+
+def test_a_kept_program_starts_anew() -> None:
+    """The second request of a shape finds the buffers of the first, with another text in them."""
+    served = generator(helpers.model(), drafter=drafter_of("llama", "dflash2"), tree=TREES["best first"])
+    outputs = []
+    for prompt in ([5, 6, 7, 8], [9, 8, 7, 6], [5, 6, 7, 8]):
+        ids = torch.tensor([prompt])
+        outputs.append(serve(served, input_ids=ids, max_new_tokens=NEW))
+        assert outputs[-1].output.tolist() == helpers.plain(helpers.model(), input_ids=ids, max_new_tokens=NEW).tolist()
+    first, _, third = (run.rounds for run in outputs)
+    assert [paths(round.tree, 0) for round in first] == [paths(round.tree, 0) for round in third]
+
+
+def test_sampling_drafts_at_the_temperature_of_the_request() -> None:
+    """Drafts of a colder request are other ones, and a kept program is not taken for them."""
+    served = generator(helpers.model(), drafter=drafter_of("llama", "dflash_flat"), tree=trees.BestFirst(nodes=12))
+    trees_of = {}
+    for temperature in (0.3, 2.0):
+        torch.manual_seed(0)
+        run = serve(
+            served,
+            input_ids=torch.tensor([[5, 6, 7]]),
+            max_new_tokens=6,
+            do_sample=True,
+            temperature=temperature,
+            top_k=0,
+        )
+        trees_of[temperature] = paths(run.rounds[1].tree, 0)
+        assert served._programs._program.draft.temperature == temperature  # type: ignore[union-attr]  # a block draft
+    assert trees_of[0.3] != trees_of[2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "tree", "message"),
+    [
+        ({"least_confidence": 0.4}, trees.Chain(3), "least_confidence= of a block drafter has no place on the device"),
+        ({}, trees.BestFirst(nodes=8, branch=2), "takes nodes= and depth= only"),
+        ({}, trees.Chain(200), "drafts 128 nodes at most, not 200"),
+    ],
+)
+def test_what_has_no_device_form_is_refused(options: dict[str, Any], tree: TreeBuilder, message: str) -> None:
+    drafter = BlockDrafter(drafter_of("llama", "dspark_gated").model, **options)
+    with pytest.raises(UnsupportedError, match=message):
+        SpeculativeGenerator(helpers.model(), drafter, tree, execution="device").generate(**request())
