@@ -149,5 +149,5 @@ def _levels(answers: tuple[Answer, ...]) -> list[_Level]:
     return levels
 
 
-def _wide(columns: Tensor, ranks: int, fill: float) -> Tensor:
+def _wide(columns: Tensor, ranks: int, fill: int | float) -> Tensor:
     return torch.nn.functional.pad(columns, (0, ranks - columns.shape[2]), value=fill)

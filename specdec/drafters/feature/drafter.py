@@ -24,6 +24,8 @@ from specdec.types import Candidates, Frontier
 
 logger = logging.getLogger(__name__)
 
+LATER = "FeatureDrafter was asked for a later level first; a round begins at the root."
+
 CHUNK = 512
 """Most rows of a text that run at once."""
 
@@ -62,6 +64,7 @@ class FeatureDrafter:
         self._cache: FeatureCache | None = None
         self._last: States | None = None
         self._level: tuple[Rows | None, States] | None = None
+        self._slots: Tensor | None = None
         self._asked = False  # whether this round drafts
 
     def __repr__(self) -> str:
@@ -120,13 +123,15 @@ class FeatureDrafter:
         if isinstance(self.model, Parallel):
             if frontier.depth == 0:
                 self._slots = self.model.slots(last, cache, self.length)
+            if self._slots is None:
+                raise SpecdecError(LATER)
             return spread(self._candidates(self._slots[:, frontier.depth : frontier.depth + 1], count), width)
         model = cast(Recurrent, self.model)
         if frontier.depth == 0:
             self._level = (None, last)
             return self._candidates(model.logits(last.normed), count)
         if self._level is None:
-            raise SpecdecError("FeatureDrafter was asked for a later level first; a round begins at the root.")
+            raise SpecdecError(LATER)
         rows, states = self._level
         parents = frontier.parents.clamp_min(0).to(self._weight.device)
         places = cache.children(width) if rows is None else rows.below(parents)
@@ -156,11 +161,11 @@ class FeatureDrafter:
         self._run(tokens, features, kept.tolist())
         if self._asked:
             self._doubt.judge(self, kept)
-        self._level, self._asked = None, False
+        self._level, self._slots, self._asked = None, None, False
 
     def finish(self) -> None:
         """Drops the request's rows."""
-        self._cache = self._last = self._level = None
+        self._cache = self._last = self._level = self._slots = None
 
     def _started(self) -> FeatureCache:
         if self._cache is None:
