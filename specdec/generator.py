@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from specdec import control, drafters, trees, verify
 from specdec import rounds as loop
 from specdec.errors import SpecdecError, UnsupportedError
+from specdec.evaluate import Recorder
 from specdec.hf import arguments, compat, device_rounds, support
 from specdec.hf.attention import Attention
 from specdec.hf.cache import RowCache
@@ -105,6 +106,8 @@ class SpeculativeGenerator:
         self.controller: Controller = controller if controller is not None else control.Always()
         if verifier is not None:
             verifier.check(self.tree)
+        if isinstance(self.tree, Recorder) and type(verifier) not in (type(None), verify.TargetOnly):
+            raise UnsupportedError(f"rounds are recorded under verify.TargetOnly, not {type(verifier).__name__}.")
         self.stats = GenerationStats()
         self._generate: Callable[..., Any] = _plain_generate(model)
         self._serving: Request | None = None

@@ -30,7 +30,7 @@ class Borrower:
         if found != (spec.draft_vocab_size, spec.vocab_size):
             raise UnsupportedError(
                 f"{type(self).__name__}: the head has {spec.draft_vocab_size} of {spec.vocab_size} tokens; pass a "
-                f"shortlist of as many, got {found[0]} of {found[1]}."
+                f"shortlist of as many, got {'none' if shortlist is None else f'{found[0]} of {found[1]}'}."
             )
         self._sizes = spec.vocab_size, spec.hidden_size
         self._borrowed, self.shortlist = {}, shortlist

@@ -86,6 +86,8 @@ class ModelDrafter:
         overflow: Overflow = "stop",
     ) -> None:
         """Remembers the model; runs nothing."""
+        if not all(hasattr(model, name) for name in ("config", "get_output_embeddings", "get_input_embeddings")):
+            raise UnsupportedError(f"ModelDrafter takes a causal language model, got {type(model).__name__}.")
         if vocabulary is not None and tokenizer is not None:
             raise UnsupportedError("vocabulary= and tokenizer= both say which tokens correspond; pass one of them.")
         if target_tokenizer is not None and tokenizer is None:

@@ -61,7 +61,8 @@ def on_device(drafter: Drafter, *, nodes: int, depth: int | None, chain: bool) -
     for source in sources:
         if not isinstance(source, PromptLookupDrafter | SuffixDrafter):
             raise UnsupportedError(
-                f"{type(source).__name__} cannot draft on the device; PromptLookupDrafter and SuffixDrafter can."
+                f"{type(source).__name__} cannot draft on the device{' beside others' if len(sources) > 1 else ''}; "
+                "PromptLookupDrafter, SuffixDrafter and combinations of them can, ModelDrafter and BlockDrafter alone."
             )
         if not source.has_device_form:
             raise UnsupportedError(

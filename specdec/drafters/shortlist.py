@@ -6,6 +6,7 @@ the target. How many of the target's own tokens a list covers bounds what can be
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -38,6 +39,9 @@ class Shortlist:
     vocab_size: int
 
     def __post_init__(self) -> None:
+        ids: Any = self.ids
+        if not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise UnsupportedError(f"Shortlist: ids must be a tensor of whole numbers, got {ids!r}.")
         known = self.ids.unique()
         if not 0 < len(self.ids) == len(known) or int(known[0]) < 0 or int(known[-1]) >= self.vocab_size:
             raise UnsupportedError(

@@ -104,8 +104,8 @@ class RecalledDrafter:
             place = int(level.parents[row, place])
         raise UnsupportedError(
             f"{self._name}: the recording does not hold the best {count} proposals after tokens {path[::-1]} of row "
-            f"{row} (the root comes first). Record with Recorder(..., top={count}, also=[this tree]), or replay a "
-            "smaller tree."
+            f"{row} (the root comes first). Record with also=[this tree] and top={count} or more, or replay a smaller "
+            "tree. If the drafter's answers depend on the depth alone, Recorder(..., marginal=True) says so."
         )
 
     def commit(

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.drafters import BlockDrafter
+from specdec.drafters import BlockDrafter, FeatureDrafter, Parallel
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.evaluate.recording import Answer, RecordedRequest, RecordedRound, Recording
 from specdec.protocols import DraftContext, Drafter, TreeBuilder
@@ -90,6 +90,8 @@ class Recorder:
                 )
         if top < 1:
             raise UnsupportedError(f"Recorder: top is a number of proposals per node, 1 or more, got {top}.")
+        if marginal and isinstance(drafter, FeatureDrafter) and not _is_marginal(drafter):
+            raise UnsupportedError(f"Recorder: marginal=True, but the answers of {drafter!r} depend on the path.")
         self.drafter, self.tree, self.top, self.also = drafter, tree, top, tuple(also)
         self.marginal = _is_marginal(drafter) if marginal is None else marginal
         self._finished: list[RecordedRequest] = []
@@ -192,6 +194,8 @@ class Recorder:
 
 def _is_marginal(drafter: Drafter) -> bool:
     # A confidence head may end a path for the token before it.
+    if isinstance(drafter, FeatureDrafter):
+        return isinstance(drafter.model, Parallel)
     return isinstance(drafter, BlockDrafter) and drafter.model.marginal and drafter.model.confidence_head is None
 
 

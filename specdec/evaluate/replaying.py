@@ -7,6 +7,7 @@ round may accept more than the round did.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,7 +54,10 @@ class Replay:
     @property
     def seconds(self) -> float:
         """Seconds of all rounds, if the replay was told what rounds take."""
-        return sum(round.times.total for round in self.rounds)
+        return sum((round.times.total for round in self.rounds), 0.0)
+
+    def __repr__(self) -> str:
+        return f"<Replay: {len(self.rounds)} rounds, {self.tokens_per_round:.2f} tokens per round>"
 
     def __str__(self) -> str:
         total = self.total
@@ -105,6 +109,13 @@ def replay(
         >>> evaluate.replay(recorder.recording, trees.Chain(2)).tokens_per_round
         3.0
     """
+    given: Any = recording
+    if not isinstance(given, Recording):
+        raise UnsupportedError(
+            f"replay: takes a Recording (recorder.recording, or Recording.load(path)), got {type(given).__name__}."
+        )
+    if isinstance(tree, type):
+        raise UnsupportedError(f"replay: tree must be a tree builder, not a class; make one: {tree.__name__}(...).")
     if tree.sampled:
         raise UnsupportedError(
             f"{tree!r} draws its trees, and what is accepted of a draw cannot be told from the text: replay a "

@@ -12,8 +12,9 @@ from typing import Any, Literal
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
-from specdec.drafters import BlockModel
+from specdec.drafters import BlockModel, FeatureModel
 from specdec.errors import UnsupportedError
+from specdec.kv import KVCacheConfig
 
 
 def _given(value: Any) -> bool:
@@ -141,6 +142,10 @@ _MODEL_INPUTS = frozenset(
 _REFUSED = tuple(argument for argument in ARGUMENTS if argument.status == "refused")
 
 
+PARTS = ("tree", "drafter", "verifier", "controller", "attention", "execution")
+"""What belongs to the generator, not to a call."""
+
+
 def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None, attached: bool = False) -> None:
     """Raises `UnsupportedError` for an argument that cannot be served; the message says what to do.
 
@@ -149,6 +154,11 @@ def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None, att
         configs: where other values come from; as in `generate`, the first that is not None counts.
         attached: whether the caller called `model.generate`, and may not know of this library.
     """
+    held = [arguments.get(name) for name in ("cache", "past_key_values")]
+    misplaced = [name for name in PARTS if arguments.get(name) is not None]
+    if misplaced or any(isinstance(each, KVCacheConfig | str) for each in held):
+        name = misplaced[0] if misplaced else "cache"
+        raise UnsupportedError(f"{name}= is not for generate: give it to SpeculativeGenerator(model, {name}=...).")
     for argument in _REFUSED:
         values = [getattr(config, argument.name, None) for config in configs]
         if argument.name in arguments:
@@ -192,7 +202,8 @@ def check_part(name: str, part: Any, protocol: type) -> None:
     if isinstance(part, type):
         advice += f"; make one: {part.__name__}(...)"
     elif name == "drafter" and hasattr(part, "forward"):
-        wrapper = "BlockDrafter" if isinstance(part, BlockModel) else "ModelDrafter"
+        kinds = {BlockModel: "BlockDrafter", FeatureModel: "FeatureDrafter"}
+        wrapper = next((each for kind, each in kinds.items() if isinstance(part, kind)), "ModelDrafter")
         advice += f"; wrap a draft model: drafters.{wrapper}(model)"
     raise UnsupportedError(f"{name}= got {part if isinstance(part, type) else type(part).__name__}, expected {advice}.")
 

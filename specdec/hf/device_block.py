@@ -44,7 +44,9 @@ class DeviceBlock:
         if drafter.least_confidence is not None:
             raise UnsupportedError("least_confidence= of a block drafter has no place on the device.")
         if drafter.model.markov_head is not None and not chain:
-            raise UnsupportedError("a Markov head scores all tokens after each other; on the device it drafts chains.")
+            raise UnsupportedError(
+                "a Markov head scores all tokens after each other; on the device it drafts chains: use trees.Chain."
+            )
         if nodes > MOST["nodes"]:
             raise UnsupportedError(f"on the device, a block drafter drafts {MOST['nodes']} nodes at most, not {nodes}.")
         self.model, self.nodes, self.chain = drafter.model, nodes, chain
@@ -55,6 +57,9 @@ class DeviceBlock:
         self._pads: Int[Tensor, " batch"] | None = None
         self._propose: Callable[[Tensor, BlockContext], tuple[Tensor, Tensor]] = self._proposed
         self._extend: Callable[[BlockContext, Tensor, Tensor], None] = self.model.extend
+
+    def __repr__(self) -> str:
+        return f"<DeviceBlock: {self.model.spec.family}, {self.nodes} nodes, {self.levels} levels>"
 
     def _key(self) -> tuple[Any, ...]:
         return id(self.model), self.nodes, self.chain, self.temperature, self.length, self.levels

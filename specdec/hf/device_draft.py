@@ -21,6 +21,7 @@ from specdec.hf.device_block import DeviceBlock
 from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.round_context import RoundContext
 from specdec.hf.target import ModelTarget
+from specdec.ops.grow_tree import MOST
 from specdec.protocols import Drafter, TreeBuilder
 from specdec.trees import BestFirst, Chain
 
@@ -50,6 +51,8 @@ def device_form(drafter: Drafter, tree: TreeBuilder, nodes: int, temperature: fl
         raise UnsupportedError("a draft model with a tokenizer or vocabulary of its own drafts on the host.")
     if not drafter.drafts_plainly:
         raise UnsupportedError("temperature= and overflow= of a draft model have no place on the device.")
+    if nodes > MOST["nodes"]:
+        raise UnsupportedError(f"on the device, a draft model drafts {MOST['nodes']} tokens at most, not {nodes}.")
     cache = RowCache(drafter.model.config)
     if len(cache.row_layers) != len(cache.layers):
         raise UnsupportedError("a draft model with layers that share keys and values drafts on the host.")
@@ -134,7 +137,7 @@ class DeviceChain:
         logits = self._forward(given, index, visible, depths, known)
         last = (lengths - known - 1)[:, None, None].expand(-1, 1, logits.shape[-1])
         chain = [tokens.gather(1, lengths[:, None] - 1), logits.gather(1, last).argmax(-1)]
-        alone = torch.ones_like(visible[:, :1])
+        alone = torch.ones_like(visible[:, :1, :1])  # a row that sees itself
         for step in range(self.nodes - 1):
             here = lengths + step
             logits = self._forward(chain[-1], here[:, None], alone, depths[:, :1] * 0, here)

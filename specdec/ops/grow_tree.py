@@ -34,12 +34,15 @@ def grow_tree(
     limits: Int[Tensor, " batch"] | None = None,
     impl: _dispatch.Impl = "auto",
 ) -> tuple[Int[Tensor, "batch width"], Int[Tensor, "batch width"], Int[Tensor, " batch"]]:
-    """The best `nodes` paths over a lattice; the head of its file has the exact definition.
+    """The best `nodes` paths over a lattice, numbered by falling score.
+
+    Among equals the shallower path comes first, then the one whose parent comes first, then the lower candidate.
 
     Args:
-        tokens: int64; the candidates of each level, distinct within one.
-        scores: natural log-probabilities in float32, at most 0: of candidate k of level d after candidate p of level
-            d - 1 at `[b, d, p, k]`. With a third size of 1, those after any candidate. The first level reads p = 0.
+        tokens: int64; the candidates of each level, distinct within one; at most 64 levels of 64.
+        scores: natural log-probabilities in float32: of candidate k of level d after candidate p of level d - 1 at
+            `[b, d, p, k]`. With a third size of 1, those after any candidate. The first level reads p = 0. All are at
+            most 0, which is checked where reading them is free, on a CPU; -inf and what is no number end their paths.
         root: int64, the token of node 0.
         nodes: drafted nodes at most, the root not counted; 1 to 128.
         limits: int64, deepest node per row; 0 gives a lone root. None leaves it at the number of levels.
@@ -51,7 +54,7 @@ def grow_tree(
         and parent -1.
 
     Raises:
-        ShapeError: for tensors that do not belong together, or of other dtypes.
+        ShapeError: for tensors that do not belong together, or of other dtypes, and for scores above 0.
         UnsupportedError: for sizes out of range, or if `impl="triton"` cannot run here.
 
     Example:
@@ -88,6 +91,8 @@ def _check(tokens: Tensor, scores: Tensor, root: Tensor, limits: Tensor | None, 
     for name, given in (("scores", scores), ("root", root), ("limits", limits)):
         if given is not None and given.device != tokens.device:
             raise ShapeError(f"grow_tree: {name} must be on {tokens.device} like tokens, got {given.device}.")
+    if scores.device.type == "cpu" and bool((scores > 0).any()):  # on a GPU, reading them would stall the host
+        raise ShapeError("grow_tree: scores must be log-probabilities, at most 0; got some above. Is a .log() missing?")
     for name, size in (("nodes", nodes), ("levels", levels), ("candidates", candidates)):
         if not 1 <= size <= MOST[name]:
             raise UnsupportedError(f"grow_tree: {name} must be 1 to {MOST[name]}, got {size}.")

@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from specdec import SpeculativeGenerator, drafters, trees
+from specdec import SpeculativeGenerator, drafters, trees, verify
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.evaluate import Recorder, replay
 from specdec.protocols import DraftContext, Drafter, TreeBuilder
+from specdec.testing import tiny_model
 from specdec.types import Candidates, Frontier
 from tests import helpers
 from tests.drafters.block.test_rounds import drafter_of
@@ -156,3 +157,10 @@ def test_bad_arguments_are_refused() -> None:
     ):
         with pytest.raises(UnsupportedError, match=r"<Sampled: .* draws its trees"):
             recorder()
+
+
+def test_only_the_target_only_rule_is_recorded() -> None:
+    recorder = Recorder(drafters.PromptLookupDrafter(), trees.Chain(3))
+    with pytest.raises(UnsupportedError, match=r"recorded under verify\.TargetOnly, not Typical"):
+        SpeculativeGenerator(tiny_model("llama"), recorder, recorder, verify.Typical())
+    SpeculativeGenerator(tiny_model("llama"), recorder, recorder, verify.TargetOnly())

@@ -1,6 +1,8 @@
 """A replay at the recorded setting is the run that was recorded; at another one it is a live round at the same root."""
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -347,3 +349,15 @@ def test_a_replay_is_readable() -> None:
     assert "%" in text
     assert "seconds" not in text
     assert str(replay(Recording(), TREES["chain"])).startswith("tokens / round  0.00")
+
+
+def test_what_is_no_recording_is_told() -> None:
+    live = run("lookup, chain, budgets")
+    recorder = Recorder(drafters.PromptLookupDrafter(), TREES["chain"])
+    with pytest.raises(UnsupportedError, match=r"takes a Recording \(recorder\.recording, .*got Recorder"):
+        inspect.unwrap(replay)(recorder, TREES["chain"])
+    with pytest.raises(UnsupportedError, match=r"not a class; make one: Chain\(\.\.\.\)"):
+        inspect.unwrap(replay)(live.recording, trees.Chain)
+    assert re.fullmatch(
+        r"<Replay: \d+ rounds, \d\.\d\d tokens per round>", repr(replay(live.recording, TREES["chain"]))
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, GenerationMixin, GPT2Config, GPT2LMHeadModel
 
-from specdec import SpeculativeGenerator, drafters, trees
+from specdec import SpeculativeGenerator, drafters, kv, trees
 from specdec.errors import UnsupportedError
 from specdec.hf.arguments import ARGUMENTS, Argument, check_call
 from specdec.testing.tokenizer import tiny_tokenizer
@@ -200,3 +200,14 @@ def test_every_row_says_what_happens():
     for argument in ARGUMENTS:
         assert len(argument.note) > 8
         assert argument.status in ("supported", "refused", "inert")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("cache", kv.INT8), ("past_key_values", kv.INT8), ("cache", "int8"), ("tree", trees.Chain(2))]
+)
+def test_what_belongs_to_the_generator_is_sent_there(name: str, value: Any) -> None:
+    """`generate` would fail somewhere inside transformers."""
+    generator = SpeculativeGenerator(helpers.model())
+    shown = "tree" if name == "tree" else "cache"
+    with pytest.raises(UnsupportedError, match=rf"{shown}= is not for generate: give it to SpeculativeGenerator"):
+        generator.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, **{name: value})

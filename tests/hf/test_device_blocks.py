@@ -121,3 +121,15 @@ def test_what_has_no_device_form_is_refused(options: dict[str, Any], tree: TreeB
     drafter = BlockDrafter(drafter_of("llama", "dspark_gated").model, **options)
     with pytest.raises(UnsupportedError, match=message):
         SpeculativeGenerator(helpers.model(), drafter, tree, execution="device").generate(**request())
+
+
+@pytest.mark.parametrize("nodes", [63, 64, 70])
+def test_long_chains_of_a_draft_model(nodes: int) -> None:
+    """More nodes than a mask has bits in a word."""
+    target, prompt = helpers.model(), torch.tensor([[5, 6, 7]])
+    drafter = drafters.ModelDrafter(target)
+    run = serve(generator(target, drafter=drafter, tree=trees.Chain(nodes)), input_ids=prompt, max_new_tokens=90)
+    assert torch.equal(run.output, helpers.plain(target, input_ids=prompt, max_new_tokens=90))
+    assert run.generator.stats.target_passes <= 3
+    with pytest.raises(UnsupportedError, match="a draft model drafts 128 tokens at most, not 129"):
+        generator(target, drafter=drafter, tree=trees.Chain(129)).generate(prompt, max_new_tokens=9)

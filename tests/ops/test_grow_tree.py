@@ -185,3 +185,9 @@ def test_bounds() -> None:
     wide = lattice(rng.randrange(99), 1, 1, MOST["candidates"] + 1, conditional=False, ties=False)
     with pytest.raises(UnsupportedError, match="candidates must be 1 to 64, got 65"):
         ops.grow_tree(**wide, nodes=3)
+
+
+def test_probabilities_in_place_of_logarithms_are_noticed() -> None:
+    call = lattice(1, 1, 2, 2, conditional=False, ties=False)
+    with pytest.raises(ShapeError, match=r"at most 0; got some above\. Is a \.log\(\) missing"):
+        ops.grow_tree(**(call | {"scores": call["scores"].exp()}), nodes=3)

@@ -32,7 +32,7 @@ class BlockSpec:
         vocab_size: rows of the embedding; ids of the target.
         draft_vocab_size: rows of the output head.
         windows: sliding window of each layer, None for full attention.
-        causal: whether a slot of a layer sees later slots of the block.
+        causal: per layer, whether a slot is kept from seeing later slots of the block.
         window_from: `query`: a slot sees positions closer than the window; `anchor`: committed positions from the
             anchor's minus the window on, for all slots.
         rms_norm_eps: of all norms.

@@ -136,8 +136,13 @@ def from_pretrained(
         >>> drafter = drafters.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target)  # doctest: +SKIP
         >>> generator = SpeculativeGenerator(target, drafter, trees.BestFirst(nodes=31))  # doctest: +SKIP
     """
-    if dtype is not None and not dtype.is_floating_point:
+    asked: Any = dtype
+    if asked is not None and not (isinstance(asked, torch.dtype) and asked.is_floating_point):
         raise UnsupportedError(f"from_pretrained: dtype must be a floating-point torch.dtype, got {dtype!r}.")
+    if shortlist is not None and not isinstance(shortlist, Shortlist):
+        raise UnsupportedError(
+            f"from_pretrained: shortlist= takes a drafters.Shortlist, got {type(shortlist).__name__}."
+        )
     facts, files = Target.of(target), open_checkpoint(path_or_repo, revision=revision)
     understood = _understand(files, target)
     found, format = understood.found, understood.format

@@ -48,8 +48,14 @@ class FeatureDrafter:
 
     def __init__(self, model: FeatureModel, *, length: int | None = None, temperature: float | None = None) -> None:
         """Remembers the model; runs nothing."""
+        made: Any = model
+        if not isinstance(made, nn.Module) or not isinstance(made, Recurrent | Parallel):
+            raise UnsupportedError(
+                f"FeatureDrafter: model must be a torch.nn.Module with the members of drafters.Recurrent or "
+                f"drafters.Parallel, got {type(made).__name__}; drafters.from_pretrained loads published ones."
+            )
         given: Any = length
-        if given is not None and (not isinstance(given, int) or given < 1):
+        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
             raise UnsupportedError(f"FeatureDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
         most = model.spec.longest
         if length is not None and most is not None and length > most:
@@ -59,7 +65,7 @@ class FeatureDrafter:
         if temperature is not None and not temperature > 0:
             raise UnsupportedError(f"FeatureDrafter: temperature must be above 0, got {temperature}.")
         self.model, self.length = model, length or int(model.spec.depth)
-        self._weight = next(cast(nn.Module, model).parameters())
+        self._weight = next(cast(nn.Module, model).parameters(), torch.zeros(()))
         self._given_temperature, self._doubt = temperature, Doubt(logger)
         self._cache: FeatureCache | None = None
         self._last: States | None = None

@@ -14,9 +14,10 @@ from specdec.drafters._borrowing import Borrower
 from specdec.drafters._layers import MLP, RMSNorm
 from specdec.drafters.feature.cache import FeatureCache, Rows
 from specdec.drafters.feature.model import States
-from specdec.drafters.feature.spec import EagleSpec
+from specdec.drafters.feature.spec import EagleFamily, EagleSpec
 from specdec.drafters.rope import rotate
 from specdec.drafters.shortlist import Shortlist
+from specdec.errors import UnsupportedError
 
 
 class EagleAttention(nn.Module):
@@ -113,9 +114,15 @@ class EagleModel(nn.Module, Borrower):
         torch.Size([1, 3, 50])
     """
 
+    family: EagleFamily
+
     def __init__(self, spec: EagleSpec, shortlist: Shortlist | None = None) -> None:
         """Random weights; what is borrowed is missing until `borrow`."""
         super().__init__()
+        if spec.family != self.family:
+            raise UnsupportedError(
+                f"{type(self).__name__} is made of a specification of {self.family}, not {spec.family}."
+            )
         self.spec, count = spec, len(spec.feature_layers)
         self._own(spec, shortlist)
         self.fc = nn.Linear(count * spec.feature_size, spec.hidden_size, bias=False)
@@ -177,6 +184,8 @@ class EagleModel(nn.Module, Borrower):
 class Eagle3Model(EagleModel):
     """An EAGLE-3 model: each drafted row takes its parent's output."""
 
+    family = "eagle3"
+
     def drafted(
         self,
         tokens: Int[Tensor, "batch rows"],
@@ -190,6 +199,8 @@ class Eagle3Model(EagleModel):
 
 class PEagleModel(EagleModel):
     """A P-EAGLE model: rows of mask tokens behind the last committed one predict the later tokens."""
+
+    family = "peagle"
 
     def slots(self, last: States, cache: FeatureCache, count: int) -> Float[Tensor, "batch slots vocab"]:
         """Logits of `count` tokens, of one forward over mask tokens."""

@@ -37,7 +37,10 @@ class FeatureModel(Protocol):
 
     @property
     def spec(self) -> Any:
-        """At least `family`, `feature_layers`, `feature_size`, `vocab_size`, `depth` and `longest`."""
+        """At least `family`, `feature_layers`, `feature_size`, `vocab_size`, `depth` and `longest`.
+
+        `depth` is how many tokens are drafted by default, `longest` the most that can be; None is any number.
+        """
 
     @property
     def shortlist(self) -> Shortlist | None:
@@ -61,7 +64,7 @@ class FeatureModel(Protocol):
 
         Args:
             tokens: ids.
-            features: the target's states, side by side.
+            features: the target's states, side by side, in the dtype of the first parameter.
             rows: their places.
             last: outputs of the row before the first of them; None at the start of a text.
         """

@@ -8,7 +8,7 @@ from tempfile import mkdtemp
 import pytest
 import torch
 
-from specdec import drafters, trees, verify
+from specdec import SpeculativeGenerator, drafters, trees, verify
 from specdec.drafters import FeatureDrafter
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext, TreeBuilder, Verifier
@@ -152,3 +152,26 @@ def test_what_cannot_be_drafted_from_is_refused() -> None:
             inspect.unwrap(FeatureDrafter.__init__)(drafter, drafter.model, length=length)
     with pytest.raises(UnsupportedError, match="temperature must be above 0"):
         FeatureDrafter(drafter.model, temperature=0.0)
+
+
+def test_models_that_are_none() -> None:
+    """A path, a specification, a module without the members: told at once, not in the middle of a request."""
+    made = inspect.unwrap(FeatureDrafter.__init__)
+    drafter = drafter_of("llama", "eagle")
+    for wrong in ("some/path", drafter.model.spec, torch.nn.Linear(2, 2)):
+        with pytest.raises(
+            UnsupportedError, match=r"with the members of drafters\.Recurrent or drafters\.Parallel, got"
+        ):
+            made(FeatureDrafter(drafter.model), wrong)
+    with pytest.raises(UnsupportedError, match="1 or more, got True"):
+        made(FeatureDrafter(drafter.model), drafter.model, length=True)
+    with pytest.raises(UnsupportedError, match="PEagleModel is made of a specification of peagle, not eagle3"):
+        drafters.PEagleModel(drafter.model.spec, drafter.model.shortlist)
+    with pytest.raises(UnsupportedError, match="pass a shortlist of as many, got none"):
+        drafters.Eagle3Model(drafter.model.spec)
+    with pytest.raises(UnsupportedError, match=r"wrap a draft model: drafters\.FeatureDrafter\(model\)"):
+        inspect.unwrap(SpeculativeGenerator.__init__)(
+            SpeculativeGenerator(helpers.model()), helpers.model(), drafter.model
+        )
+    with pytest.raises(UnsupportedError, match="ModelDrafter takes a causal language model, got Eagle3Model"):
+        drafters.ModelDrafter(drafter.model)
