@@ -115,7 +115,7 @@ def test_k7_as_many_scores_states_and_weights_as_tokens():
 def test_k8_every_warning_of_the_library_is_known_here():
     """A warning that contradicts what happens: each must have a test that also checks the behaviour.
 
-    The next one is that of the draft model; tests/drafters/{block,feature}/test_rounds.py have that of a drafter that is
+    The next one is that of the draft model; tests/drafters/{block,feature}/test_rounds.py have that of one that is
     never right, tests/drafters/checkpoints/test_loading.py that of keys that are not understood.
     """
     root = Path(__file__).parents[1] / "specdec"
