@@ -225,3 +225,20 @@ def test_heads_that_need_their_target_say_so(tmp_path: Path) -> None:
             drafters.inspect(tmp_path / name)
     assert drafters.inspect(tmp_path / "mtp", target).spec.style == "qwen"
     assert "mtp in the format of Qwen3-Next" in str(drafters.inspect(tmp_path / "mtp", target))
+
+
+@pytest.mark.parametrize("change", ["remove", "rename", "reshape"])
+def test_a_wrong_tensor_of_medusa_is_named(change: str, tmp_path: Path) -> None:
+    written = medusa.write(tmp_path, heads=2, blocks=2)
+    for name, tensor in written.weights.items():
+        weights = {each: value for each, value in written.weights.items() if each != name}
+        if change != "remove":
+            changed = torch.cat([tensor, tensor[:1]]) if change == "reshape" else tensor
+            weights[name if change == "reshape" else f"{name}_"] = changed
+        save_file(weights, tmp_path / "medusa_lm_head.safetensors")
+        with pytest.raises(UnsupportedError, match=re.escape(name)):
+            drafters.from_pretrained(tmp_path, helpers.model())
+    config = {**written.config, "medusa_num_layers": "2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedError, match="'medusa_num_layers' must be a whole number"):
+        drafters.from_pretrained(tmp_path, helpers.model())
