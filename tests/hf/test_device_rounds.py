@@ -234,9 +234,10 @@ def _context(change: Callable[..., dict[str, Tensor]]) -> Callable[[pytest.Monke
     def mutate(patch: pytest.MonkeyPatch) -> None:
         run = RoundContext.run
 
-        def other(self: Any, forward: Any, tokens: Tensor, positions: Tensor, *rest: Tensor) -> Tensor:
-            given = dict(zip(("positions", "visible", "depths", "cached"), (positions, *rest), strict=True))
-            return run(self, forward, tokens, **{**given, **change(**given)})
+        def other(self: Any, forward: Any, tokens: Tensor, *rest: Any) -> Any:
+            *tensors, features = rest
+            given = dict(zip(("positions", "visible", "depths", "cached"), tensors, strict=True))
+            return run(self, forward, tokens, **{**given, **change(**given)}, features=features)
 
         patch.setattr(RoundContext, "run", other)
 
