@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
+from specdec.trees import topology
 from specdec.types import Round
 
 GRID = tuple(math.exp(step * math.log(8) / 24) for step in range(-24, 25))
@@ -125,19 +126,13 @@ def calibration_error(claims: Float[Tensor, " drafts"], outcomes: Float[Tensor, 
 
 def survivals(
     scores: Float[Tensor, "batch nodes"], parents: Int[Tensor, "batch nodes"], temperatures: Sequence[float]
-) -> Tensor:
-    """Probability that the walk reaches each node, from a tree's path scores, [batch, nodes]; 1 at the root."""
-    scaled = SequentialTemperatures(tuple(temperatures))
-    above = parents.clamp_min(0)
-    depth = torch.zeros_like(parents)
-    claims = (scores - scores.gather(1, above)).exp().clamp(max=1.0).nan_to_num(0.0)
-    reached = torch.ones_like(scores)
-    for node in range(1, parents.shape[1]):  # parents come first
-        parent = above[:, node : node + 1]
-        depth[:, node : node + 1] = depth.gather(1, parent) + 1
-        claim = scaled.apply(claims[:, node], depth[:, node])
-        reached[:, node] = reached.gather(1, parent).squeeze(1) * claim
-    return reached.masked_fill(scores == -torch.inf, 0.0)
+) -> Float[Tensor, "batch nodes"]:
+    """Probability that the walk reaches each node, from a tree's path scores; 1 at the root, 0 on padding."""
+    claims = (scores - scores.gather(1, parents.clamp_min(0))).exp().clamp(max=1.0).nan_to_num(0.0)
+    scaled = SequentialTemperatures(tuple(temperatures)).apply(claims, topology.depths(parents))
+    steps = scaled.log().masked_fill(parents < 0, 0.0)  # nothing has to happen to be at the root
+    along = torch.where(topology.ancestor_matrix(parents), steps[:, None], 0.0).sum(-1).exp()
+    return along.masked_fill(scores == -torch.inf, 0.0)
 
 
 def _chain(parents: Tensor) -> Tensor:

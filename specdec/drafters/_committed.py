@@ -15,6 +15,14 @@ HOPELESS = 64
 """Rounds of which no token was accepted, after which a drafter warns."""
 
 
+def check_options(reader: str, length: Any, temperature: float | None) -> None:
+    """Raises `UnsupportedError` for a length that is no number of tokens, or a temperature that is not above 0."""
+    if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+        raise UnsupportedError(f"{reader}: length must be a number of tokens, 1 or more, got {length!r}.")
+    if temperature is not None and not temperature > 0:
+        raise UnsupportedError(f"{reader}: temperature must be above 0, got {temperature}.")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class CommittedText:
     """Committed tokens of each row from its first real one on, and what the target made of them.

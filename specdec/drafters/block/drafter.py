@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.drafters._committed import Doubt, committed_text
+from specdec.drafters._committed import Doubt, check_options, committed_text
 from specdec.drafters._proposals import candidates, log_law, nothing, spread
 from specdec.drafters.block.context import BlockContext
 from specdec.drafters.block.model import BlockModel
@@ -65,11 +65,8 @@ class BlockDrafter:
         given: Any = model
         if not isinstance(given, BlockModel):
             raise UnsupportedError(f"BlockDrafter: model must be a BlockModel, got {type(given).__name__}.")
-        spec, given = model.spec, length
-        if given is not None and (not isinstance(given, int) or given < 1):
-            raise UnsupportedError(f"BlockDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
-        if temperature is not None and not temperature > 0:
-            raise UnsupportedError(f"BlockDrafter: temperature must be above 0, got {temperature}.")
+        check_options("BlockDrafter", length, temperature)
+        spec = model.spec
         if least_confidence is not None and (model.confidence_head is None or not 0 <= least_confidence <= 1):
             raise UnsupportedError(
                 f"BlockDrafter: least_confidence={least_confidence} must be from 0 to 1, of a model with a confidence "

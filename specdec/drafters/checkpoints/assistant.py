@@ -87,5 +87,5 @@ FORMAT = Format(
     build=lambda spec, shortlist, _: AssistantModel(spec, shortlist),
     drafter=feature_drafter,
     integers=frozenset({"masked_embedding.token_ordering"}),
-    heads=(),
+    heads=lambda _: (),
 )

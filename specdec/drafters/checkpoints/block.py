@@ -210,5 +210,5 @@ FORMAT = Format(
     drafter=drafter,
     pack=pack,
     published=published,
-    heads=("lm_head.weight", "markov_head.markov_w2.weight"),
+    heads=lambda _: ("lm_head.weight", "markov_head.markov_w2.weight"),
 )

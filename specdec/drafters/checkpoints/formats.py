@@ -53,7 +53,7 @@ class Format:
         copied: for a tensor that repeats the target's `embedding` or `output head`, which of them.
         pack: the tensors under our names, which may be fewer and larger.
         published: the publisher's name for one of ours, which may depend on the names that are there.
-        heads: our tensors with one row for each token that can be drafted.
+        heads: of a specification, our tensors with one row for each token that can be drafted.
         integers: tensors that hold whole numbers.
     """
 
@@ -66,7 +66,7 @@ class Format:
     copied: Callable[[str], str] = lambda _: ""
     pack: Callable[[Tensors], Tensors] = dict
     published: Callable[[str, frozenset[str]], str] = lambda name, _: name
-    heads: tuple[str, ...] = ("lm_head.weight",)
+    heads: Callable[[Any], tuple[str, ...]] = lambda _: ("lm_head.weight",)
     integers: frozenset[str] = frozenset()
 
 

@@ -168,7 +168,7 @@ def from_pretrained(
     spec, chosen, tensors = found.spec, _reduced(maps, found.spec) or shortlist, format.pack(read)
     if shortlist is not None:
         spec = dataclasses.replace(spec, draft_vocab_size=len(shortlist.ids))
-        rows = [name for name in format.heads if name in tensors]
+        rows = [name for name in format.heads(spec) if name in tensors]
         tensors |= {name: tensors[name][shortlist.ids.to(tensors[name].device)] for name in rows}
     with torch.device("meta"):
         model = format.build(spec, chosen, target)

@@ -55,5 +55,5 @@ FORMAT = Format(
     drafter=feature_drafter,
     pack=pack,
     published=lambda name, _: name.removeprefix("heads."),
-    heads=tuple(f"heads.{head}.{blocks}.weight" for head in range(32) for blocks in range(1, 5)),
+    heads=lambda spec: tuple(f"heads.{head}.{spec.blocks}.weight" for head in range(spec.heads)),
 )

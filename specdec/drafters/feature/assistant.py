@@ -139,16 +139,15 @@ class AssistantLayer(nn.Module):
 
     def _attend(self, normed: Tensor, cache: FeatureCache) -> Tensor:
         """What the rows read of the committed text; scores are not scaled."""
-        text = cache.target_rows(self.kind)
+        text = cache.target_rows(self.kind, normed)
         query = self.self_attn["q_proj"](normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        position = text.next.to(normed.device)[:, None]
+        position = text.next[:, None]
         query = rotate(self.self_attn["q_norm"](query), self.rope.tables(position, normed.dtype))
         seen = text.real
         if self.window is not None:
             seen = seen & (text.next[:, None] - text.positions < self.window)
-        keys, values, mask = (each.to(normed.device) for each in (text.keys, text.values, seen[:, None, None]))
         read = nn.functional.scaled_dot_product_attention(
-            query, keys.to(query.dtype), values.to(query.dtype), attn_mask=mask, scale=1.0, enable_gqa=True
+            query, text.keys, text.values, attn_mask=seen[:, None, None], scale=1.0, enable_gqa=True
         )
         output: Tensor = self.self_attn["o_proj"](read.transpose(1, 2).flatten(2))
         return output

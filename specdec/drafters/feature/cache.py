@@ -41,8 +41,12 @@ class FeatureCache:
         """Length of the longest row; reads nothing back."""
         return max(self._lengths)
 
-    def target_rows(self, kind: str) -> CommittedRows:
-        """The target's keys and values, read once a round.
+    def target_rows(self, kind: str, like: Tensor) -> CommittedRows:
+        """The target's keys and values, read once a round, where and as a drafter computes.
+
+        Args:
+            kind: type of the target's layer.
+            like: any tensor of the drafter.
 
         Raises:
             UnsupportedError: if the request offers none.
@@ -50,7 +54,9 @@ class FeatureCache:
         if self._target is None:
             raise UnsupportedError("the drafter attends to the target's keys and values; this request offers none.")
         if kind not in self._read:
-            self._read[kind] = self._target(kind)
+            read = self._target(kind)
+            places = (each.to(like.device) for each in (read.positions, read.real, read.next))
+            self._read[kind] = CommittedRows(read.keys.to(like), read.values.to(like), *places)
         return self._read[kind]
 
     def forget_target_rows(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from specdec.drafters._committed import Doubt, committed_text
+from specdec.drafters._committed import Doubt, check_options, committed_text
 from specdec.drafters._proposals import candidates, log_law, nothing, spread
 from specdec.drafters.feature.cache import FeatureCache, Rows
 from specdec.drafters.feature.model import FeatureModel, Parallel, Recurrent, States
@@ -54,16 +54,12 @@ class FeatureDrafter:
                 f"FeatureDrafter: model must be a torch.nn.Module with the members of drafters.Recurrent or "
                 f"drafters.Parallel, got {type(made).__name__}; drafters.from_pretrained loads published ones."
             )
-        given: Any = length
-        if given is not None and (not isinstance(given, int) or isinstance(given, bool) or given < 1):
-            raise UnsupportedError(f"FeatureDrafter: length must be a number of tokens, 1 or more, got {given!r}.")
+        check_options("FeatureDrafter", length, temperature)
         most = model.spec.longest
         if length is not None and most is not None and length > most:
             raise UnsupportedError(
                 f"FeatureDrafter: length={length}, but this {model.spec.family} model drafts {most} tokens at most."
             )
-        if temperature is not None and not temperature > 0:
-            raise UnsupportedError(f"FeatureDrafter: temperature must be above 0, got {temperature}.")
         self.model, self.length = model, length or int(model.spec.depth)
         self._weight = next(cast(nn.Module, model).parameters(), torch.zeros(()))
         self._given_temperature, self._doubt = temperature, Doubt(logger)

@@ -206,6 +206,16 @@ def test_medusa(blocks: int, tmp_path: Path) -> None:
     check_children(found, [law(0), law(1)], 5, levels=2)
 
 
+def test_medusa_with_a_shortlist(tmp_path: Path) -> None:
+    """Every head keeps the rows of the list, however many heads there are."""
+    written = medusa.write(tmp_path, heads=35, blocks=2)
+    shortlist = drafters.Shortlist(torch.arange(0, 97, 5), 97)
+    found = drafters.from_pretrained(tmp_path, helpers.model(), shortlist=shortlist)
+    texts = start(found, [3], 5)
+    logits = medusa.draft(written.weights, written.reference, texts[0][0][-1])[:, shortlist.ids]
+    check_children(found, [lambda path: (shortlist.ids, logits[len(path)])], 5, levels=3)
+
+
 def test_medusa_in_rounds(tmp_path: Path) -> None:
     medusa.write(tmp_path, heads=3)
     found = drafters.from_pretrained(tmp_path, helpers.model())
