@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from specdec import SpeculativeGenerator, drafters, trees
 from specdec.drafters import BlockDrafter
 from specdec.errors import UnsupportedError
-from specdec.protocols import TreeBuilder
+from specdec.hf.device_block import DeviceBlock
+from specdec.protocols import DraftContext, TreeBuilder
 from tests import helpers
 from tests.drafters.block.checkpoints import write
-from tests.hf.device_runs import SERVED, generator, serve
+from tests.hf.device_runs import SERVED, Oracle, generator, oracle, serve
 
 NEW = 24
 TREES: dict[str, TreeBuilder] = {
@@ -133,3 +135,42 @@ def test_long_chains_of_a_draft_model(nodes: int) -> None:
     assert run.generator.stats.target_passes <= 3
     with pytest.raises(UnsupportedError, match="a draft model drafts 128 tokens at most, not 129"):
         generator(target, drafter=drafter, tree=trees.Chain(129)).generate(prompt, max_new_tokens=9)
+
+
+class Guided(DeviceBlock):
+    """Drafts as it does, and hands out the trees of an oracle in place of its own."""
+
+    def follow(self, oracle: Oracle) -> "Guided":
+        self.oracle = oracle
+        return self
+
+    def __call__(self, tokens: Tensor, lengths: Tensor, limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        super().__call__(tokens, lengths, limits)
+        return self.oracle(tokens, lengths, limits)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("dialect", ["dflash2", "speculators_dflash"])
+def test_e10_the_context_is_that_of_the_committed_text(dialect: str, family: str) -> None:
+    """After full, partial and empty blocks in ragged batches, it is what a start on the true states would make."""
+    reference, drafter = helpers.text("ragged", NEW, family), drafter_of(family, dialect)
+    guide = oracle(reference)
+    draft = Guided(drafter, guide.nodes, depth=None, chain=False, temperature=1.0).follow(guide)
+    target = helpers.model(family)
+    run = serve(generator(target, drafter=drafter, tree=trees.BestFirst(nodes=guide.nodes)), draft, **request())
+    helpers.assert_equal(run, reference)
+    held, fresh = draft._ready()[0], BlockDrafter(drafter.model)
+    lengths = held.lengths.tolist()
+    assert max(lengths) > 15
+    for row, prompt in enumerate(helpers.FOUR):
+        text = run.output[row, -NEW - len(prompt) :][None, : lengths[row] + 1]
+        with torch.no_grad():
+            states = target(text, output_hidden_states=True).hidden_states
+        features = torch.cat([states[layer] for layer in drafter.feature_layers], -1)
+        fresh.start(DraftContext(text, torch.ones_like(text, dtype=torch.bool), 97, features=features))
+        expected = fresh._started()
+        for mine, theirs in zip(held.layers, expected.layers, strict=True):
+            for found, wanted in zip(mine.buffers, theirs.buffers, strict=True):
+                kept = found[row, :, theirs.base : lengths[row]]
+                wanted = wanted[0, :, : lengths[row] - theirs.base]
+                torch.testing.assert_close(kept, wanted, rtol=1e-6, atol=1e-7)  # models rotate in float32

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specdec import ops
 from specdec.errors import SpecdecError
 
 Heads: TypeAlias = Float[Tensor, "batch kv_heads slots head_dim"]
@@ -15,6 +16,10 @@ KeysValues: TypeAlias = tuple[Heads, Heads]
 
 GROWTH = 256
 """Smallest step by which buffers grow; from four times of it on, they grow by a quarter."""
+
+
+write_rows = torch.compiler.disable(ops.write_rows)
+"""Its kernel takes one launch, which `torch.compile` leaves as it is."""
 
 
 @dataclass(slots=True)
@@ -103,16 +108,10 @@ class BlockContext:
         width = block[0].shape[2]
         if self.capacity is None:
             layer.reserve(block, min(self._lengths), max(self._lengths) + width)
-        self._write(layer, block, self.lengths - layer.base)
         keys, values = layer.buffers
+        place = torch.arange(width, device=self.lengths.device)
+        write_rows(*block, (keys,), (values,), (self.lengths - layer.base)[:, None] + place)
         return keys, values
-
-    @staticmethod
-    def _write(layer: LayerContext, rows: KeysValues, starts: Tensor) -> None:
-        slots = starts[:, None] + torch.arange(rows[0].shape[2], device=starts.device)
-        for buffer, heads in zip(layer.buffers, rows, strict=True):
-            index = slots[:, None, :, None].expand(-1, heads.shape[1], -1, heads.shape[3])
-            buffer.scatter_(2, index, heads.to(buffer.dtype))
 
     def append_fixed(self, layers: Sequence[KeysValues], counts: Int[Tensor, " batch"]) -> None:
         """As `append`, into buffers of a fixed capacity, by counts that stay on their device.
@@ -123,24 +122,18 @@ class BlockContext:
             if not layer.buffers:
                 slots = cast(int, self.capacity)
                 layer.buffers = tuple(rows.new_zeros(*rows.shape[:2], slots, rows.shape[3]) for rows in given)
-            self._write(layer, given, self.lengths)
+            place = torch.arange(given[0].shape[2], device=counts.device)
+            write_rows(*given, layer.buffers[:1], layer.buffers[1:], self.lengths[:, None] + place)
         self.lengths += counts
 
     def append(self, layers: Sequence[KeysValues], counts: Sequence[int]) -> None:
         """Writes the first `counts[b]` new rows of each layer behind what a batch row holds; reads nothing back."""
-        before, self._lengths = self._lengths, [a + b for a, b in zip(self._lengths, counts, strict=True)]
-        places: dict[int, list[Tensor]] = {}
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        added = torch.tensor(counts, device=self.lengths.device)
         for layer, given in zip(self.layers, layers, strict=True):
             layer.reserve(given, min(self._lengths), max(self._lengths))
-            if layer.base not in places:
-                moved = [
-                    (row, new, length + new - layer.base)
-                    for row, (length, count) in enumerate(zip(before, counts, strict=True))
-                    for new in range(max(0, layer.base - length), count)
-                ]
-                index = torch.tensor(moved, dtype=torch.int64).view(-1, 3).T
-                places[layer.base] = list(index.to(self.lengths.device))
-            rows, new, slots = places[layer.base]
-            for buffer, heads in zip(layer.buffers, given, strict=True):
-                buffer[rows, :, slots] = heads[rows, :, new].to(buffer.dtype)
-        self.lengths = self.lengths + torch.tensor(counts, device=self.lengths.device)
+            place = torch.arange(given[0].shape[2], device=added.device)
+            # A slot below 0 is dropped: behind the count, or out of the window.
+            slots = (self.lengths[:, None] + place - layer.base).masked_fill(place >= added[:, None], -1)
+            write_rows(*given, layer.buffers[:1], layer.buffers[1:], slots)
+        self.lengths = self.lengths + added

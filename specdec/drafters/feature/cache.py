@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from specdec import ops
 from specdec.errors import UnsupportedError
 from specdec.types import CommittedRows
 
@@ -98,9 +99,7 @@ class FeatureCache:
                 new[:, :, : old.shape[2]] = old
             held = self.buffers[layer] = (grown[0], grown[1])
         slots = self.lengths[:, None] + rows.offset + torch.arange(keys.shape[2], device=self.lengths.device)
-        for buffer, new in zip(held, (keys, values), strict=True):
-            index = slots[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
-            buffer.scatter_(2, index, new.to(buffer.dtype))
+        ops.write_rows(keys, values, held[:1], held[1:], slots)
         return held[0][:, :, :end], held[1][:, :, :end]
 
 
