@@ -7,6 +7,8 @@ and the reference everywhere else; both give the same result within the toleranc
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy
 from specdec.ops._dispatch import Impl, available
 from specdec.ops.accept_tree import TextState, accept_tree
+from specdec.ops.causal_conv_tree import causal_conv_tree, conv_fold
+from specdec.ops.gated_delta_tree import DeltaRecord, gated_delta_fold, gated_delta_tree
 from specdec.ops.grow_tree import grow_tree
 from specdec.ops.hadamard import hadamard
 from specdec.ops.lookup_tree import lookup_tree
@@ -17,11 +19,16 @@ from specdec.ops.write_rows import write_rows
 
 __all__ = [
     "AttentionShape",
+    "DeltaRecord",
     "Impl",
     "Occupancy",
     "TextState",
     "accept_tree",
     "available",
+    "causal_conv_tree",
+    "conv_fold",
+    "gated_delta_fold",
+    "gated_delta_tree",
     "grow_tree",
     "hadamard",
     "lookup_tree",

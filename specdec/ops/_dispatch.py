@@ -13,7 +13,17 @@ import torch
 from specdec.errors import UnsupportedError
 
 KERNELS = frozenset(
-    {"accept_tree", "grow_tree", "lookup_tree", "move_rows", "tree_attention", "tree_layout", "write_rows"}
+    {
+        "accept_tree",
+        "causal_conv_tree",
+        "gated_delta_tree",
+        "grow_tree",
+        "lookup_tree",
+        "move_rows",
+        "tree_attention",
+        "tree_layout",
+        "write_rows",
+    }
 )
 """Ops that have a kernel."""
 
