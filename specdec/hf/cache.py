@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.hf import compat
+from specdec.hf.recurrent import RecurrentLayer, RecurrentStates
 from specdec.hf.rows import Place, Rows
 from specdec.kv import KVCacheConfig
 from specdec.types import CommittedRows
@@ -25,7 +26,7 @@ from specdec.types import CommittedRows
 GROWTH = 256
 """Slots added at least when a buffer grows; growth copies, so it must be rare."""
 
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "dummy"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", "linear_attention", "dummy"}
 
 
 def grown(visible: int, end: int) -> int:
@@ -219,14 +220,20 @@ class RowCache(compat.Cache):
         check_layer_types(types)
         kv = kv if kv is not None else KVCacheConfig()
         for dim in {dim for _, dim in compat.kv_shapes(decoder)}:
-            for kind in set(types) - {"dummy"}:
+            for kind in set(types) - {"dummy", "linear_attention"}:
                 kv.for_layer(kind).bits_per_element(dim)  # raises where a codec cannot store rows of this length
-        super().__init__(
-            layers=[
-                compat.DummyLayer() if kind == "dummy" else RowLayer(**kwargs, config=kv.for_layer(kind), prompt=prompt)
-                for kind, kwargs in zip(types, arguments, strict=True)
-            ]
+        self.recurrent = RecurrentStates(
+            {index: kv.states for index, kind in enumerate(types) if kind == "linear_attention"}
         )
+        layers: list[Any] = []
+        for index, (kind, kwargs) in enumerate(zip(types, arguments, strict=True)):
+            if kind == "linear_attention":
+                layers.append(self.recurrent[index])
+            elif kind == "dummy":
+                layers.append(compat.DummyLayer())
+            else:
+                layers.append(RowLayer(**kwargs, config=kv.for_layer(kind), prompt=prompt))
+        super().__init__(layers=layers)
         self.lengths = torch.zeros(0, dtype=torch.int64)
         self.pending = 0
         self._host_lengths: list[int] = []
@@ -253,18 +260,31 @@ class RowCache(compat.Cache):
                 # Offloaded layers wait on the CPU.
                 keys, values = (cast(Tensor, state).to(theirs.device) for state in (theirs.keys, theirs.values))
                 mine.load(keys, values, theirs.get_seq_length())
+            elif isinstance(mine, RecurrentLayer) and isinstance(theirs, compat.LinearAttentionLayer):
+                mine.load(theirs)
 
     def end_prefill(self, batch: int, device: torch.device) -> None:
         """Marks the prompt as committed; from here on every forward needs a plan."""
+        self.recurrent.end_prefill()
         length = self.row_layers[0].filled
         self._host_lengths = [length] * batch
         self.lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
 
-    def begin(self, rows: int, *, encoded: bool = False) -> WritePlan:
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Hands the inputs of a recurrent layer on, and remembers whose they are."""
+        self.recurrent.serve(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def begin(
+        self, rows: int, *, encoded: bool = False, visible: Bool[Tensor, "batch rows pending"] | None = None
+    ) -> WritePlan:
         """Announces a forward of `rows` rows per batch row, written after the pending ones.
 
-        With `encoded`, layers hand out their rows as `specdec.hf.rows.Encoded`.
+        With `encoded`, layers hand out their rows as `specdec.hf.rows.Encoded`. Recurrent layers must know which of the
+        pending rows, the new ones last, are on the path of each new one.
         """
+        if visible is not None and self.recurrent.layers:
+            self.recurrent.begin(visible)
         shortest, longest = min(self._host_lengths), max(self._host_lengths)
         plan = WritePlan(
             starts=self.lengths + self.pending,
@@ -293,6 +313,7 @@ class RowCache(compat.Cache):
             rows = torch.arange(len(kept), device=nodes.device)[:, None]
             for layer in self.row_layers:
                 layer.move(rows, source, target)
+        self.recurrent.keep(nodes, counts)
         self.lengths = self.lengths + counts
         self._host_lengths = [length + count for length, count in zip(self._host_lengths, kept, strict=True)]
         self.pending = 0
@@ -318,6 +339,7 @@ class RowCache(compat.Cache):
             return None
         length = self._host_lengths[0]
         cache = compat.DynamicCache(config=config.get_text_config(decoder=True))
+        self.recurrent.fold()
         for mine, theirs in zip(self.layers, cache.layers, strict=True):
             if isinstance(mine, RowLayer) and mine.is_initialized and isinstance(theirs, compat.DynamicLayer):
                 keys, values = mine.dense(length)
@@ -325,6 +347,8 @@ class RowCache(compat.Cache):
                 theirs.keys, theirs.values = keys, values
                 if isinstance(theirs, compat.DynamicSlidingWindowLayer):
                     theirs.cumulative_length = length
+            elif isinstance(mine, RecurrentLayer) and isinstance(theirs, compat.LinearAttentionLayer):
+                mine.store(theirs)
         return cache
 
 
@@ -333,12 +357,12 @@ def check_loadable(cache: Any) -> None:
 
     Quantized and hybrid layers inherit from these but keep other state beside the keys, so the exact type counts.
     """
-    plain = (compat.DynamicLayer, compat.DynamicSlidingWindowLayer, compat.DummyLayer)
+    plain = (compat.DynamicLayer, compat.DynamicSlidingWindowLayer, compat.LinearAttentionLayer, compat.DummyLayer)
     other = next((item for item in getattr(cache, "layers", [cache]) if type(item) not in plain), None)
     if other is not None:
         raise UnsupportedError(
             f"cannot continue from a cache with a {type(other).__name__}; pass a DynamicCache "
-            "(full and sliding attention layers), or no cache."
+            "(full and sliding attention layers, and recurrent ones), or no cache."
         )
 
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     DummyLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
 from transformers.generation.configuration_utils import GenerationConfig
@@ -79,6 +80,7 @@ __all__ = [
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
     "attention_implementation",
     "get_layer_types_and_kwargs",
     "has_layer_types",

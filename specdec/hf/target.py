@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 from specdec import ops
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.hf import compat, masks, support
+from specdec.hf import compat, gated_delta, geometry, masks, support
 from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose, obstacle
 from specdec.hf.cache import RowCache, RowLayer, check_loadable
 from specdec.hf.features import FeatureRecord, hidden_states, joined
@@ -66,6 +66,9 @@ class ModelTarget:
         """Checks the model and prepares an empty cache; runs nothing."""
         support.check_model(model)
         self.model: Any = model
+        self._gated = gated_delta.modules_of(
+            gated_delta.check_layers(support.plain(model), compat.get_layer_types_and_kwargs(self._decoder)[0])
+        )
         given = (model_kwargs or {}).get(compat.CACHE_NAME)
         if given is not None:
             check_loadable(given)
@@ -79,14 +82,18 @@ class ModelTarget:
         self._device, self.model_device = input_ids.device, _device_of(self.model, input_ids.device)
         self._limit = support.position_limit(self.model.config)
         self._dict_mask = compat.has_layer_types(self.model.config)
-        self._kinds = self._layer_kinds()
+        self._kinds = geometry.layer_windows(self._decoder, type(support.plain(model)).__name__)
         decoder = self._decoder
         kinds = getattr(decoder, "layer_types", None) or compat.get_layer_types_and_kwargs(decoder)[0]
         self._windows = tuple(self._kinds[kind] for kind in kinds if kind in self._kinds)
+        self._attending = tuple(
+            self._kinds[kind] for kind in kinds if kind in self._kinds and kind != "linear_attention"
+        )
         self._pending_depths = torch.zeros(self._batch, 0, dtype=torch.int64, device=self._device)
         self._wants_hidden = bool(self._kwargs.get("output_hidden_states"))
         self._wants_attentions = bool(self._kwargs.get("output_attentions"))
-        self._prompt_mask, self.next_position = self._prompt_geometry()
+        self._geometry = geometry.PromptGeometry.of(self._kwargs, input_ids, self._generation_config)
+        self._prompt_mask, self.next_position = self._geometry.mask, self._geometry.following
         self.cache = RowCache(self.model.config, cache, self._prompt_mask)
         self._op = choose(attention, self.model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
         self.starts = None if self._prompt_mask is None else (~self._prompt_mask).sum(-1)
@@ -106,6 +113,8 @@ class ModelTarget:
         """Why this request cannot run in device rounds, which attend by the op and have one input; empty if it can."""
         if self._kwargs.get("token_type_ids") is not None:
             return "token_type_ids are not handed on"
+        if self._geometry.axes is not None:
+            return "its positions have several axes that differ"
         return obstacle(weights=self._wants_attentions, prompt=self._prompt_mask)
 
     @property
@@ -139,7 +148,7 @@ class ModelTarget:
         kwargs["logits_to_keep"] = 1
         kwargs.update(self._output_kwargs())
         model: Any = support.plain(self.model)
-        with hidden_states(model, self._features) as chunks:
+        with hidden_states(model, self._features) as chunks, self._recurrent(kwargs):
             output = compat.prefill(model, self._input_ids, self._generation_config, kwargs)
         self.cache.end_prefill(self._batch, self._device)
         features = None
@@ -206,7 +215,7 @@ class ModelTarget:
         lengths = self.cache.lengths
         self._last_lengths, self._last_visible = lengths, visible
         self._pending_depths = torch.cat([self._pending_depths, depths], 1)
-        plan = self.cache.begin(tokens.shape[1], encoded=self._op is not None)
+        plan = self.cache.begin(tokens.shape[1], encoded=self._op is not None, visible=visible)
         self.columns = {
             window: (layer.first_visible(plan.shortest), plan.end) for window, layer in self.cache.windows.items()
         }
@@ -219,16 +228,23 @@ class ModelTarget:
             attention = attending(self._decoder)
         if self._token_type is not None:
             kwargs["token_type_ids"] = self._to_model(self._token_type[:, -1:].expand(-1, tokens.shape[1]))
-        with attention:
+        with attention, self._recurrent(kwargs):
             output = self.model(
                 input_ids=self._to_model(tokens),
-                position_ids=self._to_model(self.next_position[:, None] + depths),
+                position_ids=self._to_model(self._geometry.positions(self.next_position[:, None] + depths)),
                 attention_mask=self._to_model(mask),
                 use_cache=True,
                 return_dict=True,
                 **kwargs,
             )
         return self._pack(output, output.logits, joined(output, self._features) if self._features else None)
+
+    def _recurrent(self, kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+        """Lets recurrent layers ask the cache, where the model has any."""
+        if not self._gated:
+            return nullcontext()
+        kwargs[gated_delta.CONTEXT] = self.cache.recurrent
+        return gated_delta.running(self._gated)
 
     def _to_model(self, given: Any) -> Any:
         """The same tensor, or tensors, where the model wants its inputs; plain `generate` moves the prompt there."""
@@ -250,7 +266,7 @@ class ModelTarget:
         """Columns of the last forward's attentions that plain decoding would have at a node, per layer, in order."""
         length, path = int(self._last_lengths[row]), self._last_visible[row, node].nonzero().squeeze(1)
         columns = []
-        for window in self._windows:
+        for window in self._attending:
             first, _ = self.columns[window]
             slots = torch.cat([torch.arange(first, length, device=path.device), length + path])
             columns.append((slots if window is None else slots[-window:]) - first)
@@ -283,24 +299,8 @@ class ModelTarget:
             made[window] = masks.for_implementation(mask, self._decoder, self.model.dtype)
         if not self._dict_mask:
             return next(iter(made.values()))
-        return {kind: made[window] for kind, window in self._kinds.items()}
-
-    def _layer_kinds(self) -> dict[str, int | None]:
-        """Window of each layer type; every type of the model has a mask, also those without keys of their own."""
-        kinds, arguments = compat.get_layer_types_and_kwargs(self._decoder)
-        found = {
-            (kind, kwargs.get("sliding_window"))
-            for kind, kwargs in zip(kinds, arguments, strict=True)
-            if kind != "dummy"
-        }
-        masks_taken = len({kind for kind, _ in found}) if self._dict_mask else 1
-        if len(found) > masks_taken:
-            raise UnsupportedError(
-                f"{type(self.model).__name__} mixes windows {sorted(found, key=str)} but takes "
-                f"{'one attention mask per layer type' if self._dict_mask else 'a single attention mask'}; "
-                "such models are not supported."
-            )
-        return dict(found)
+        # Recurrent layers take a mask of padding, which no drafted row is.
+        return {kind: None if kind == "linear_attention" else made[window] for kind, window in self._kinds.items()}
 
     def _check_features(self, given: Any) -> None:
         """Refuses requests in which the features of a part of the text could not be had."""
@@ -324,24 +324,6 @@ class ModelTarget:
         # The last token is never run.
         longest = None if most is None else start + most - self._input_ids.shape[1] - 1
         support.check_rope(self._decoder, start, longest)
-
-    def _prompt_geometry(self) -> tuple[Bool[Tensor, "batch prompt"] | None, Int[Tensor, " batch"]]:
-        """Which prompt columns are real (None if all are), and the position after the prompt."""
-        mask, positions = self._kwargs.get("attention_mask"), self._kwargs.get("position_ids")
-        embeds = self._kwargs.get("inputs_embeds")
-        columns = embeds.shape[1] if embeds is not None else self._input_ids.shape[1]
-        if positions is not None and positions.dim() != 2:
-            raise UnsupportedError(
-                f"position_ids of shape {tuple(positions.shape)}: models with several position axes are not "
-                "supported yet; expected (batch, seq)."
-            )
-        prompt = mask.bool() if mask is not None and not bool(mask.all()) else None
-        if positions is not None:
-            return prompt, positions[:, -1].to(torch.int64) + 1
-        if prompt is not None:
-            return prompt, prompt.sum(-1)
-        length = compat.prompt_length(self._generation_config, mask, columns)
-        return None, torch.full((self._batch,), length, dtype=torch.int64, device=self._device)
 
     def _output_kwargs(self) -> dict[str, Any]:
         if self._wants_hidden:

@@ -41,6 +41,17 @@ _GEMMA4 = {
     "num_global_key_value_heads": 1,
 }
 
+_GATED = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+_SHARED_EXPERT = {**_EXPERTS, "shared_expert_intermediate_size": 32}
+
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
@@ -72,6 +83,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GptOssForCausalLM",
         {**_SLIDING, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {**_GATED, **_SHARED_EXPERT}),
+    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _GATED),
+    "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_GATED, **_SHARED_EXPERT}),
+    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _GATED),
 }
 """Configuration class, model class and what differs from the common shape, per family name."""
 
