@@ -244,6 +244,11 @@ class RowCache(compat.Cache):
         return [layer for layer in self.layers if isinstance(layer, RowLayer)]
 
     @property
+    def own(self) -> bool:
+        """Whether every layer holds something of its own."""
+        return len(self.row_layers) + len(self.recurrent.layers) == len(self.layers)
+
+    @property
     def windows(self) -> dict[int | None, RowLayer]:
         """One representative layer per sliding window (None for full attention)."""
         return {layer.sliding_window: layer for layer in reversed(self.row_layers)}
@@ -256,6 +261,11 @@ class RowCache(compat.Cache):
         """
         check_loadable(cache)
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
+            if isinstance(mine, RecurrentLayer) != isinstance(theirs, compat.LinearAttentionLayer):
+                raise UnsupportedError(
+                    f"the given cache has a {type(theirs).__name__} where the model has a {type(mine).__name__}; pass "
+                    "the cache that this model filled."
+                )
             if isinstance(mine, RowLayer) and isinstance(theirs, compat.DynamicLayer) and theirs.is_initialized:
                 # Offloaded layers wait on the CPU.
                 keys, values = (cast(Tensor, state).to(theirs.device) for state in (theirs.keys, theirs.values))

@@ -54,7 +54,9 @@ def device_form(drafter: Drafter, tree: TreeBuilder, nodes: int, temperature: fl
     if nodes > MOST["nodes"]:
         raise UnsupportedError(f"on the device, a draft model drafts {MOST['nodes']} tokens at most, not {nodes}.")
     cache = RowCache(drafter.model.config)
-    if len(cache.row_layers) != len(cache.layers):
+    if cache.recurrent.layers:
+        raise UnsupportedError("a draft model with recurrent layers drafts on the host.")
+    if not cache.own:
         raise UnsupportedError("a draft model with layers that share keys and values drafts on the host.")
     return DeviceChain(drafter.model, nodes)
 

@@ -77,7 +77,10 @@ class Programs:
         )
         processors = tuple((type(item), _contents(item)) for item in ledger.processors)
         starts = None if target.starts is None else target.starts.to(device, copy=True)
-        codecs = tuple(rows.codec for layer in target.cache.row_layers for rows in layer.stored.values())
+        codecs: tuple[Any, ...] = tuple(
+            rows.codec for layer in target.cache.row_layers for rows in layer.stored.values()
+        )
+        codecs += tuple(layer.state.dtype for layer in target.cache.recurrent.layers)
         key = (
             (batch, slots, draft, starts is None, tuple(stops), ledger.do_sample),
             (processors, id(generator), capture, compiled, weights, codecs),
@@ -148,7 +151,7 @@ def obstacle(
         return "nothing is to be drafted"
     if target.device_obstacle:
         return target.device_obstacle
-    if len(target.cache.row_layers) != len(target.cache.layers):
+    if not target.cache.own:
         return "layers that share keys and values with another layer are not served"
     try:
         form = device_form(drafter, tree, nodes)

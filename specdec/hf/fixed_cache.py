@@ -9,7 +9,7 @@ Sliding layers hold their window and some room; when the room is used up, `fits`
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +19,7 @@ from specdec import kv, ops
 from specdec.errors import UnsupportedError
 from specdec.hf import compat
 from specdec.hf.cache import GROWTH, RowCache, RowLayer
+from specdec.hf.fixed_states import FixedStates, PassedState
 from specdec.hf.rows import Encoded
 from specdec.protocols import KVCodec
 
@@ -122,21 +123,25 @@ class FixedCache(compat.Cache):
         bounded: bool = True,
     ) -> None:
         """Allocates buffers like the source's and copies what it holds."""
-        if len(source.row_layers) != len(source.layers):
+        if not source.own:
             raise UnsupportedError("layers that share keys and values with another layer cannot run on the device yet.")
-        super().__init__(layers=[PassedLayer() for _ in source.layers])
+        recurrent = source.recurrent.by_index
+        super().__init__(
+            layers=[PassedState() if index in recurrent else PassedLayer() for index in range(len(source))]
+        )
+        self.recurrent = FixedStates(recurrent, width) if recurrent else None
         self.width, self.starts, self._bounded = width, starts, bounded
         self.stacks: list[Stack] = []
         self._forwards: list[Forward] = []
         kinds: dict[Any, list[int]] = {}
-        for index, layer in enumerate(source.row_layers):
+        rows = {index: layer for index, layer in enumerate(source.layers) if isinstance(layer, RowLayer)}
+        for index, layer in rows.items():
             kinds.setdefault(_kind(layer), []).append(index)
-        places: dict[int, tuple[int, int]] = {}
+        self._places: dict[int, tuple[int, int]] = {}
         for members in kinds.values():
-            places.update({index: (len(self.stacks), inner) for inner, index in enumerate(members)})
-            self.stacks.append(self._stack([source.row_layers[index] for index in members], capacity))
-        self._places = [places[index] for index in range(len(source.layers))]
-        self.load(source, starts)
+            self._places.update({index: (len(self.stacks), inner) for inner, index in enumerate(members)})
+            self.stacks.append(self._stack([rows[index] for index in members], capacity))
+        self._fill(source)
 
     def _stack(self, layers: list[RowLayer], capacity: int) -> Stack:
         """Empty buffers for layers that store rows alike."""
@@ -158,7 +163,14 @@ class FixedCache(compat.Cache):
         """Takes over what another cache of the same layers holds; its buffers are released layer by layer."""
         if starts is not None and self.starts is not None:
             self.starts.copy_(starts)
-        for (place, inner), layer in zip(self._places, source.row_layers, strict=True):
+        if self.recurrent is not None:
+            self.recurrent.load(source.recurrent.layers)
+        self._fill(source)
+
+    def _fill(self, source: RowCache) -> None:
+        """Copies the rows of the prompt."""
+        for index, (place, inner) in self._places.items():
+            layer = cast(RowLayer, source.layers[index])
             stack, length = self.stacks[place], layer.filled
             first = 0
             if layer.sliding_window is not None:
@@ -219,6 +231,18 @@ class FixedCache(compat.Cache):
         """Moves the rows of the accepted path to the front of the tree, in all layers."""
         for stack, forward in zip(self.stacks, self._forwards, strict=True):
             ops.move_rows(stack.parts, nodes, counts, forward.lengths)
+        if self.recurrent is not None:
+            self.recurrent.keep(nodes, counts)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Hands the inputs of a recurrent layer on, and remembers whose they are."""
+        cast(FixedStates, self.recurrent).serve(layer_idx)
+        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    @property
+    def changed(self) -> tuple[Tensor, ...]:
+        """Buffers that a round changes for good: what lies behind the committed rows is none of them."""
+        return () if self.recurrent is None else self.recurrent.buffers
 
     def fits(self, shortest: int, longest: int) -> bool:
         """Whether a round has room, for rows with at least `shortest` and at most `longest` committed slots.

@@ -128,24 +128,35 @@ def _rule(original: Callable[..., Any]) -> Callable[..., Any]:
 _tested: "weakref.WeakSet[torch.nn.Module]" = weakref.WeakSet()
 
 
-def check_layers(model: torch.nn.Module, kinds: list[str]) -> list[torch.nn.Module]:
-    """The gated delta layers of a model, after the first of them was tested.
+def check_kinds(model: torch.nn.Module, kinds: list[str]) -> None:
+    """Raises `UnsupportedError` if a layer of type `linear_attention` is no gated delta layer; runs nothing.
 
     Args:
         model: the model.
         kinds: types of its layers.
-
-    Raises:
-        UnsupportedError: if a layer of type `linear_attention` is none, or does not do what it should.
     """
     wanted = kinds.count("linear_attention")
-    layers = gated_layers(model) if wanted else []
-    if len(layers) != wanted:
+    found = len(gated_layers(model)) if wanted else 0
+    if found != wanted:
         raise UnsupportedError(
-            f"{type(model).__name__} has {wanted} layers of type linear_attention, of which {len(layers)} are gated "
-            "delta layers as in Qwen3-Next, Qwen3.5 and OLMo-Hybrid; the state of the others cannot be rewound after a "
+            f"{type(model).__name__} has {wanted} layers of type linear_attention, of which {found} are gated delta "
+            "layers as in Qwen3-Next, Qwen3.5 and OLMo-Hybrid; the state of the others cannot be rewound after a "
             "rejected draft. Use model.generate for this model."
         )
+    if wanted and wanted == len(kinds):
+        raise UnsupportedError(
+            f"{type(model).__name__} has layers of type linear_attention only, and no attention that knows how long a "
+            "text is. Use model.generate for this model."
+        )
+
+
+def tested_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The gated delta layers of a model, after the first of them was tested.
+
+    Raises:
+        UnsupportedError: if it does not do what it should.
+    """
+    layers = gated_layers(model)
     if layers and layers[0] not in _tested:
         self_test(layers[0])
         _tested.add(layers[0])

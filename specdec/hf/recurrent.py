@@ -75,6 +75,17 @@ class RecurrentLayer(compat.LinearAttentionLayer):
         """The recurrent state, as far as it was folded."""
         return cast(Tensor, self.recurrent_states[0])
 
+    @property
+    def bytes(self) -> int:
+        """Size of what it holds: history, state, and the records of pending rows or of a path that was kept."""
+        held = [self.history, self.state]
+        if self.nodes is not None:
+            held += [self.nodes.inputs, *self.nodes.rows]
+            held += [] if self.nodes.record is None else [self.nodes.record.updates, self.nodes.record.decays]
+        if self.path is not None:
+            held += [self.path.inputs, self.path.record.keys, self.path.record.updates, self.path.record.decays]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
     def load(self, layer: compat.LinearAttentionLayer) -> None:
         """Copies what a layer of transformers holds."""
         if layer.conv_states[0] is not None and layer.recurrent_states[0] is not None:
@@ -123,8 +134,8 @@ class RecurrentStates:
 
     def __init__(self, layers: dict[int, torch.dtype | None]) -> None:
         """Nothing has run yet."""
-        self._by_index = {index: RecurrentLayer(dtype) for index, dtype in layers.items()}
-        self.layers = list(self._by_index.values())
+        self.by_index = {index: RecurrentLayer(dtype) for index, dtype in layers.items()}
+        self.layers = list(self.by_index.values())
         self.ran = False
         self._serving: RecurrentLayer | None = None
         self._visible: Bool[Tensor, "batch nodes nodes"] | None = None
@@ -133,11 +144,11 @@ class RecurrentStates:
 
     def __getitem__(self, index: int) -> RecurrentLayer:
         """The layer at an index of the decoder."""
-        return self._by_index[index]
+        return self.by_index[index]
 
     def serve(self, index: int) -> None:
         """Says which layer's inputs come next."""
-        self._serving = self._by_index[index]
+        self._serving = self.by_index[index]
 
     def end_prefill(self) -> None:
         """From here on every forward is a tree."""

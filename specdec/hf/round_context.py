@@ -11,12 +11,14 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.errors import SpecdecError
-from specdec.hf import compat
+from specdec.hf import compat, gated_delta, support
 from specdec.hf.attention import CONTEXT, attending, read
 from specdec.hf.features import joined
 from specdec.hf.fixed_cache import FixedCache
+from specdec.hf.fixed_states import FixedStates
 
 OPERATOR = "specdec::device_attention"
+CONVOLUTION, RULE = "specdec::device_convolution", "specdec::device_rule"
 
 
 class RoundContext:
@@ -29,6 +31,8 @@ class RoundContext:
         register_operator()
         self.visible: Tensor | None = None
         self.depths: Tensor | None = None
+        layers = gated_delta.gated_layers(support.plain(model)) if cache.recurrent is not None else []
+        self._gated = gated_delta.modules_of(layers)
 
     def run(
         self,
@@ -43,7 +47,11 @@ class RoundContext:
         """One forward over new rows behind the `cached` committed slots: its logits, and the states of some layers."""
         self.cache.begin(cached, tokens.shape[1])
         self.visible, self.depths = visible, depths
-        with attending(self._config), self.serving():
+        kwargs: dict[str, Any] = {compat.CACHE_NAME: self.cache, CONTEXT: self}
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.begin(visible)
+            kwargs[gated_delta.CONTEXT] = self
+        with attending(self._config), gated_delta.running(self._gated), self.serving():
             output = forward(
                 input_ids=tokens,
                 position_ids=positions,
@@ -51,7 +59,7 @@ class RoundContext:
                 use_cache=True,
                 return_dict=True,
                 **({"output_hidden_states": list(features)} if features else {}),
-                **{compat.CACHE_NAME: self.cache, CONTEXT: self},
+                **kwargs,
             )
         return output.logits, joined(output, features) if features else None
 
@@ -102,6 +110,28 @@ class RoundContext:
             impl=self.impl,
         )
 
+    def convolve(self, inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+        """The convolution of a recurrent layer, `[batch, channels, rows]`; one operator to `torch.compile`."""
+        states = self._states()
+        if torch.compiler.is_compiling():
+            found: Tensor = torch.ops.specdec.device_convolution(inputs, weight, bias, states.serving, activation or "")
+            return found.transpose(1, 2)
+        return states.convolve(states.serving, inputs, weight, bias, activation)
+
+    def rule(
+        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The gated delta rule of a layer; one operator to `torch.compile`."""
+        states = self._states()
+        if torch.compiler.is_compiling():
+            return torch.ops.specdec.device_rule(query, key, value, decay, beta, states.serving), None
+        return states.rule(states.serving, query, key, value, decay, beta), None
+
+    def _states(self) -> FixedStates:
+        if self.cache.recurrent is None:
+            raise SpecdecError("the model runs a recurrent layer, and the cache of its device rounds has none.")
+        return self.cache.recurrent
+
 
 _serving: list[RoundContext] = []
 """The round that is being run or captured; the operator asks here."""
@@ -109,7 +139,7 @@ _serving: list[RoundContext] = []
 
 @lru_cache(maxsize=1)
 def register_operator() -> None:
-    """Makes attention an operator that `torch.compile` leaves alone."""
+    """Makes attention, and what recurrent layers ask for, operators that `torch.compile` leaves alone."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float
@@ -122,3 +152,21 @@ def register_operator() -> None:
 
     schema = "(Tensor query, Tensor key, Tensor value, Tensor? sinks, int layer, float scale, float softcap) -> Tensor"
     torch.library.custom_op(OPERATOR, attention, mutates_args=(), schema=schema).register_fake(shaped)
+
+    def convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None, place: int, activation: str) -> Tensor:
+        return _serving[-1]._states().convolve(place, inputs, weight, bias, activation or None).transpose(1, 2)
+
+    def rows(inputs: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001 - the operator's
+        return inputs.new_empty(inputs.shape[0], inputs.shape[2], inputs.shape[1])
+
+    def rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, place: int) -> Tensor:
+        return _serving[-1]._states().rule(place, query, key, value, decay, beta)
+
+    schema = "(Tensor inputs, Tensor weight, Tensor? bias, int place, str activation) -> Tensor"
+    torch.library.custom_op(CONVOLUTION, convolution, mutates_args=(), schema=schema).register_fake(rows)
+    schema = "(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor beta, int place) -> Tensor"
+
+    def like_values(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001 - the operator's
+        return value.new_empty(value.shape)
+
+    torch.library.custom_op(RULE, rule, mutates_args=(), schema=schema).register_fake(like_values)

@@ -185,6 +185,7 @@ class RoundProgram:
             if self._generator is not None
             else torch.cuda.default_generators[self.state.lengths.device.index or 0]
         )
+        changed = [(buffer, buffer.clone()) for buffer in self.cache.changed]
         seed = source.get_state()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -194,6 +195,8 @@ class RoundProgram:
         torch.cuda.current_stream().wait_stream(side)
         for name, value in kept.items():
             getattr(self.state, name).copy_(value)
+        for buffer, value in changed:
+            buffer.copy_(value)
         source.set_state(seed)
         graph = torch.cuda.CUDAGraph()
         if self._generator is not None:

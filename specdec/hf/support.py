@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from specdec.errors import UnsupportedError
-from specdec.hf import cache, compat, masks
+from specdec.hf import cache, compat, gated_delta, masks
 
 _FORWARD_NEEDS = ("input_ids", "attention_mask", "position_ids", compat.CACHE_NAME)
 
@@ -39,7 +39,9 @@ def check_model(model: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{name} is an encoder-decoder; only decoder-only causal language models are supported.")
     decoder = config.get_text_config(decoder=True)
-    cache.check_layer_types(compat.get_layer_types_and_kwargs(decoder)[0])
+    kinds = compat.get_layer_types_and_kwargs(decoder)[0]
+    cache.check_layer_types(kinds)
+    gated_delta.check_kinds(plain(model), kinds)
     parameters = inspect.signature(plain(model).forward).parameters
     missing = [need for need in _FORWARD_NEEDS if need not in parameters]
     if missing:

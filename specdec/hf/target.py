@@ -66,9 +66,7 @@ class ModelTarget:
         """Checks the model and prepares an empty cache; runs nothing."""
         support.check_model(model)
         self.model: Any = model
-        self._gated = gated_delta.modules_of(
-            gated_delta.check_layers(support.plain(model), compat.get_layer_types_and_kwargs(self._decoder)[0])
-        )
+        self._gated = gated_delta.modules_of(gated_delta.tested_layers(support.plain(model)))
         given = (model_kwargs or {}).get(compat.CACHE_NAME)
         if given is not None:
             check_loadable(given)

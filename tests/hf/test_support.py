@@ -48,8 +48,14 @@ def build(config: str, model: str, **options: Any) -> PreTrainedModel:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "qwen3_5": (lambda: build("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", **TINY), "linear_attention"),
-    "qwen3_next": (lambda: build("Qwen3NextConfig", "Qwen3NextForCausalLM", **TINY), "linear_attention"),
+    "kimi_linear": (
+        lambda: build("KimiLinearConfig", "KimiLinearForCausalLM", **TINY, pad_token_id=0),
+        "of which 0 are gated delta layers",
+    ),
+    "qwen3_5 without attention": (
+        lambda: build("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", **TINY, layer_types=["linear_attention"] * 4),
+        "linear_attention only",
+    ),
     "mamba": (
         lambda: build("MambaConfig", "MambaForCausalLM", vocab_size=97, hidden_size=16, num_hidden_layers=2),
         "linear_attention",
@@ -126,7 +132,7 @@ def test_what_is_no_language_model_is_refused():
         support.check_model(torch.nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "t5", "xlm"])
+@pytest.mark.parametrize("name", ["mamba2", "t5", "xlm"])
 def test_a_draft_model_that_cannot_verify_trees_is_refused_before_it_runs(name):
     """The same rule for the second model."""
     make, reason = REFUSED[name]
