@@ -19,6 +19,7 @@ from specdec.drafters._proposals import log_law
 from specdec.drafters.block import BlockContext
 from specdec.drafters.block.heads import best
 from specdec.errors import SpecdecError, UnsupportedError
+from specdec.hf.merged import merged_twin
 from specdec.ops.grow_tree import MOST
 from specdec.protocols import DraftContext
 
@@ -50,6 +51,7 @@ class DeviceBlock:
         if nodes > MOST["nodes"]:
             raise UnsupportedError(f"on the device, a block drafter drafts {MOST['nodes']} nodes at most, not {nodes}.")
         self.model, self.nodes, self.chain = drafter.model, nodes, chain
+        self._drafts = drafter.model
         self.temperature = drafter.temperature or temperature
         self.length = drafter.length  # a block keeps it, since its rows may see each other
         self.levels = min(self.length, depth or nodes, nodes)
@@ -78,12 +80,13 @@ class DeviceBlock:
         return self.model.spec.feature_layers
 
     def compile(self, **options: Any) -> None:
-        """Lets `torch.compile` fuse what lies between the matrix products; the model stays as it is.
+        """Merges projections (see `merged`) and lets `torch.compile` fuse what lies between; the model stays as it is.
 
         Args:
             **options: for `torch.compile`.
         """
         made = {"dynamic": False, **options}
+        self._drafts = merged_twin(self.model)[0]
         self._propose = torch.compile(self._proposed, **made)
         self._extend = torch.compile(self.model.extend, **made)
 
@@ -120,8 +123,8 @@ class DeviceBlock:
 
     def _proposed(self, root: Tensor, context: BlockContext) -> tuple[Tensor, Tensor]:
         """Candidates of each level, and their log-probabilities after those of the level before."""
-        hidden = self.model.slots(root, context, self.model.spec.rows(self.length))[:, : self.levels]
-        logits = self.model.logits(hidden)
+        hidden = self._drafts.slots(root, context, self.model.spec.rows(self.length))[:, : self.levels]
+        logits = self._drafts.logits(hidden)
         candidates, scores = self._chain(root, hidden, logits) if self.chain else self._lattice(root, hidden, logits)
         return candidates, scores.float()
 

@@ -2,8 +2,9 @@
 
 A verify pass over few rows reads every weight once and does little else, and a small matrix product reads its weights
 at a fraction of the speed of a large one. The queries', keys' and values' projections have the same input, and so have
-the gate and the up projection of an MLP. The twin shares every module and weight with the model, but for these: their
-weights are copied into one matrix each. The model itself stays as it is.
+the gate and the up projection of an MLP, and all projections of a gated delta layer but the last. The twin shares
+every module and weight with the model, but for these: their weights are copied into one matrix each. The model itself
+stays as it is.
 """
 
 import copy
@@ -12,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-GROUPS = (("q_proj", "k_proj", "v_proj"), ("q_proj", "k_proj"), ("gate_proj", "up_proj"))
+GROUPS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_proj", "k_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 """Names of projections that are called one after the other, in this order, with the same input; longer groups first."""
 
 

@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 from specdec.errors import SpecdecError
 from specdec.hf import attention
 from specdec.hf.fixed_cache import FixedCache, PassedLayer
+from specdec.hf.fixed_states import FixedStates, PassedState
 from specdec.hf.merged import Merged, Projection
 from specdec.hf.round_context import RoundContext
 from specdec.hf.round_program import AHEAD
@@ -29,7 +30,15 @@ PASSED = ["lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing compiled before, and no checks of annotations in what the compiler sees."""
-    seen = {PassedLayer: PASSED, RoundContext: ["attend"], Merged: ["part"], Projection: ["forward"]}
+    seen: dict[type, list[str]] = {
+        PassedLayer: PASSED,
+        PassedState: ["update_conv_state", "update_recurrent_state"],
+        FixedCache: ["update_conv_state"],
+        FixedStates: ["serve"],
+        RoundContext: ["attend", "convolve", "rule", "_states"],
+        Merged: ["part"],
+        Projection: ["forward"],
+    }
     for owner, names in seen.items():
         for name in names:
             monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
@@ -44,7 +53,7 @@ def request(prompts: str) -> dict[str, Any]:
     return {**helpers.batch(helpers.PROMPTS[prompts]), "max_new_tokens": NEW}
 
 
-@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one")])
+@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one"), ("qwen3_5", "ragged")])
 def test_a_model_that_was_compiled(family: str, prompts: str) -> None:
     target = tiny_model(family, seed=helpers.SEEDS.get(family, 7))
     compiled: Any = torch.compile(target, backend="eager", dynamic=False)
@@ -57,7 +66,7 @@ def test_a_model_that_was_compiled(family: str, prompts: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1, "the next request was compiled again"
 
 
-@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one")])
+@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one"), ("qwen3_5", "ragged")])
 def test_a_generator_that_compiles(family: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections are merged: sums in another order, so only the tokens are the same."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of the compiler and of the debug mode
 ]
 
-FAMILIES = ["llama", "gemma3", "qwen3", "gemma4"]
+FAMILIES = ["llama", "gemma3", "qwen3", "gemma4", "qwen3_next", "qwen3_5"]
 NEW = {"max_new_tokens": 60, "pad_token_id": 0}
 
 
@@ -109,8 +109,9 @@ def test_a_seed_gives_one_text(own: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert not torch.equal(captured, other)
 
 
-def test_compiled_rounds_give_the_same_text() -> None:
-    model, given = model_of("llama"), prompts(1)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_compiled_rounds_give_the_same_text(family: str) -> None:
+    model, given = model_of(family), prompts(1)
     compiled = generator_of(model).compile().generate(**given, **NEW, do_sample=False)
     assert torch.equal(compiled, type(model).generate(model, **given, **NEW, do_sample=False))
 
