@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHANNELS = 128
+CHANNELS = 64
 """Channels of a program: at least one for each of its threads, so that a column of the history has one writer."""
 
 
@@ -61,7 +61,7 @@ def launch(
     return output
 
 
-@triton.jit(do_not_specialize=["nodes", "channels", "kept"])
+@triton.jit(do_not_specialize=["nodes", "kept"])
 def _convolve(
     inputs,
     input_strides,

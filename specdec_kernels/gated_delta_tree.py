@@ -4,7 +4,9 @@ A program takes one value head of one batch row and a run of its value channels.
 them passes through registers once: it is folded, stored, and multiplied with keys and queries. The corrections of all
 nodes solve a triangular system, by as many sweeps as the tree is deep: after as many, a node is exact, since its
 ancestors were before it. (Inverting by doubling loses everything to cancellation where keys resemble each other.)
-Products are in float32 on tensor cores, as three of TF32.
+Products with keys and queries in bfloat16 take them as they are, and the other factor in three parts of its bits; other
+products of float32 numbers are six of bfloat16. Lengths of keys and queries come out of the products, so that nothing
+is read before the state.
 
 The layout of the arguments is that of `specdec.ops.gated_delta_tree`, which checks them.
 """
@@ -16,14 +18,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels import interpreted
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that the kernel takes."""
 
 MOST_NODES, WIDEST = 64, 256
 """Nodes that the kernel takes, and numbers of a key."""
 
-CHUNK, STAGES = 32, 3
-"""Keys of the state that pass by at a time, and how many such parts are under way."""
+BLOCK, CHUNK = 16, 64
+"""Value channels of a program, and keys of the state that pass by at a time: what one warp holds in its registers."""
 
 
 def refusal(call: Any) -> str:
@@ -38,6 +42,9 @@ def refusal(call: Any) -> str:
         return f"up to {MOST_NODES} nodes and keys of up to {WIDEST} numbers, not {nodes} and {width}"
     return ""
 
+
+PRECISION = "ieee" if interpreted() else "bf16x6"
+"""Products of float32 numbers, as exact as these."""
 
 Record = tuple[Tensor | None, Tensor | None, Tensor | None]
 """Keys, updates and decays."""
@@ -61,9 +68,9 @@ def launch(call: Any, path: Record, out: Record) -> tuple[Tensor | None, Record]
             record = call.key, *(torch.empty(shape, dtype=torch.float32, device=state.device) for shape in shapes)
     rows = 0 if call.value is None else call.value.shape[1]
     kept = 0 if path[0] is None else path[0].shape[1]
-    block = _block(batch * heads, value_dim, max(rows, kept))
+    narrow = all(part is None or part.dtype == torch.bfloat16 for part in (call.query, call.key, path[0]))
     with torch.cuda.device_of(state):
-        _delta[(triton.cdiv(value_dim, block), heads, batch)](
+        _delta[(triton.cdiv(value_dim, BLOCK), heads, batch)](
             (call.query, call.key, call.value, call.decay, call.beta, call.ancestors),
             tuple(_strides(part, 4) for part in (call.query, call.key, call.value)),
             tuple(_strides(part, 3) for part in (call.decay, call.beta, call.ancestors)),
@@ -85,23 +92,22 @@ def launch(call: Any, path: Record, out: Record) -> tuple[Tensor | None, Record]
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_PADDED=max(16, triton.next_power_of_2(key_dim)),
-            BLOCK=block,
+            BLOCK=BLOCK,
             ROWS=max(16, triton.next_power_of_2(max(rows, 1))),
             KEPT=max(16, triton.next_power_of_2(max(kept, 1))),
             CHUNK=min(CHUNK, max(16, triton.next_power_of_2(key_dim))),
-            STAGES=STAGES,
+            NARROW=narrow,
             NORMALIZE=call.normalize,
             COPIED=copied,
-            PRECISION="ieee" if torch.version.hip else "tf32x3",
-            num_warps=4,
+            PRECISION=PRECISION,
+            num_warps=_warps(max(rows, kept)),
         )
     return output, record
 
 
-def _block(items: int, value_dim: int, nodes: int) -> int:
-    """Value channels of a program: few where that makes enough programs, and where many nodes take the registers."""
-    most = 32 if nodes > 32 or items < 256 else 64
-    return min(most, max(16, triton.next_power_of_2(value_dim)))
+def _warps(nodes: int) -> int:
+    """One warp needs no barrier; the products of more nodes than a tile has rows need the registers of several."""
+    return 1 if nodes <= 16 else 4
 
 
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -139,95 +145,128 @@ def _delta(
     ROWS: tl.constexpr,
     KEPT: tl.constexpr,
     CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
+    NARROW: tl.constexpr,
     NORMALIZE: tl.constexpr,
     COPIED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    channel = tl.arange(0, KEY_PADDED)
+    here = column < VALUE_DIM
     cells = state + batch * state_strides[0] + head * state_strides[1]
-    cells += column.to(tl.int64)[None, :] * state_strides[3]
+    cells += column.to(tl.int64)[:, None] * state_strides[3]
     path_head, key_head = head // PATH_GROUPS, head // GROUPS
-    last = 0.0
+    node, row = tl.arange(0, KEPT), tl.arange(0, ROWS)
+    real = row < rows
+    fading = 1.0
     stay = 0
-
-    # Everything that is not the state first: lengths, weights, what is broken.
-    node = tl.arange(0, KEPT)
     if counts is not None:
         count = tl.load(counts + batch).to(tl.int32)
         stay = tl.where(count > 0, VALUE_DIM, 0)
         counted = node < tl.minimum(count, kept)
-        whole = _rows(old[0], old_strides[0], batch, node, path_head, channel, counted, KEY_DIM)
-        added = _rows(old[1], old_strides[1], batch, node, head, column, counted, VALUE_DIM)
         decays = _numbers(old[2], old_strides[2], batch, node, head, counted)
         last = tl.sum(tl.where(node == count - 1, decays, 0.0))
-        weights = tl.where(counted, tl.exp(last - decays), 0.0)
-        added *= (weights * _over_length(whole, epsilon, NORMALIZE))[:, None]
-    row = tl.arange(0, ROWS)
-    real = row < rows
+        fading = tl.exp(last)
+        added = _columns(old[1], old_strides[1], batch, node, head, column, counted, here).to(tl.float32)
+        added *= tl.where(counted, tl.exp(last - decays), 0.0)[None, :]
     if output is not None:
-        raw = _rows(given[1], strides[1], batch, row, key_head, channel, real, KEY_DIM)
-        if COPIED and (tl.program_id(0) == 0) & (head % GROUPS == 0):
-            _write(new[0], new_strides[0], batch, row, key_head, channel, real, KEY_DIM, raw)
-        value = _rows(given[2], strides[2], batch, row, head, column, real, VALUE_DIM)
+        value = _columns(given[2], strides[2], batch, row, head, column, real, here).to(tl.float32)
         decay = _numbers(given[3], flat_strides[0], batch, row, head, real)
         beta = _numbers(given[4], flat_strides[1], batch, row, head, real)
         member = _members(given[5] + batch * flat_strides[2][0], flat_strides[2], row, real, ROWS)
-        # A node that is not finite is taken out, and put back into what its descendants have.
-        broken = tl.max(((raw - raw) != 0).to(tl.int32), 1) | tl.max(((value - value) != 0).to(tl.int32), 1)
-        broken |= ((decay - decay) != 0).to(tl.int32) | ((beta - beta) != 0).to(tl.int32)
-        value = tl.where(broken[:, None] > 0, 0.0, value)
-        decay, beta = tl.where(broken > 0, 0.0, decay), tl.where(broken > 0, 0.0, beta)
-        key_factor = _over_length(raw, epsilon, NORMALIZE)
-        query_factor = scale * _over_length(
-            _rows(given[0], strides[0], batch, row, key_head, channel, real, KEY_DIM), epsilon, NORMALIZE
-        )
 
-    # The state passes by once, a few of its keys at a time.
+    # The state passes by once, a few of its keys at a time. All tiles have nodes as columns.
     alike = tl.zeros([ROWS, ROWS], tl.float32)
     asked = tl.zeros([ROWS, ROWS], tl.float32)
-    known = tl.zeros([ROWS, BLOCK], tl.float32)
-    read = tl.zeros([ROWS, BLOCK], tl.float32)
-    for start in tl.range(0, KEY_PADDED, CHUNK, num_stages=STAGES):
-        part = start + tl.arange(0, CHUNK)
-        places = cells + part.to(tl.int64)[:, None] * state_strides[2]
-        inside = (part < KEY_DIM)[:, None] & (column < VALUE_DIM)[None, :]
-        tile = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    asking = tl.zeros([ROWS, ROWS], tl.float32)
+    known = tl.zeros([BLOCK, ROWS], tl.float32)
+    read = tl.zeros([BLOCK, ROWS], tl.float32)
+    for step in tl.static_range(KEY_PADDED // CHUNK):
+        part = step * CHUNK + tl.arange(0, CHUNK)
+        some = part < KEY_DIM
+        places = cells + part.to(tl.int64)[None, :] * state_strides[2]
+        tile = tl.load(places, mask=here[:, None] & some[None, :], other=0.0).to(tl.float32)
         if counts is not None:
-            keys = _rows(old[0], old_strides[0], batch, node, path_head, part, counted, KEY_DIM)
-            tile = tl.dot(tl.trans(keys), added, tile * tl.exp(last), input_precision=PRECISION)
+            keys = _lines(old[0], old_strides[0], batch, node, path_head, part, counted, some)
+            tile = _times(added, keys, tile * fading, NARROW, PRECISION)
             stored = tile.to(state.dtype.element_ty)
-            tl.store(places, stored, mask=inside & (column < stay)[None, :])
+            tl.store(places, stored, mask=(column < tl.minimum(stay, VALUE_DIM))[:, None] & some[None, :])
             tile = stored.to(tl.float32)  # what is read is what is stored
         if output is not None:
-            key = _rows(given[1], strides[1], batch, row, key_head, part, real, KEY_DIM) * key_factor[:, None]
-            key = tl.where(broken[:, None] > 0, 0.0, key)
-            query = _rows(given[0], strides[0], batch, row, key_head, part, real, KEY_DIM) * query_factor[:, None]
-            alike = tl.dot(key, tl.trans(key), alike, input_precision=PRECISION)
-            asked = tl.dot(query, tl.trans(key), asked, input_precision=PRECISION)
-            known = tl.dot(key, tile, known, input_precision=PRECISION)
-            read = tl.dot(query, tile, read, input_precision=PRECISION)
+            key = _lines(given[1], strides[1], batch, row, key_head, part, real, some)
+            query = _lines(given[0], strides[0], batch, row, key_head, part, real, some)
+            if COPIED and (tl.program_id(0) == 0) & (head % GROUPS == 0):
+                copies = _places(new[0], new_strides[0], batch, row, key_head, part)
+                tl.store(copies, key.to(new[0].dtype.element_ty), mask=real[:, None] & some[None, :])
+            keys_on, queries_on = tl.trans(key), tl.trans(query)
+            alike = _dot(key, keys_on, alike, NARROW, PRECISION)
+            asked = _dot(key, queries_on, asked, NARROW, PRECISION)
+            if NORMALIZE:
+                asking = _dot(query, queries_on, asking, NARROW, PRECISION)
+            known = _times(tile, keys_on, known, NARROW, PRECISION)
+            read = _times(tile, queries_on, read, NARROW, PRECISION)
 
     if output is not None:
-        along = tl.sum(tl.where(member, decay[None, :], 0.0), 1)
-        between = tl.where(member, tl.exp(tl.where(member, along[:, None] - along[None, :], 0.0)), 0.0)
-        before = tl.where(row[:, None] > row[None, :], beta[:, None] * between * alike, 0.0)
-        carried = tl.exp(along)[:, None]
-        target = beta[:, None] * (value - carried * known)
+        own = row[:, None] == row[None, :]
+        lengths = tl.sum(tl.where(own, alike, 0.0), 0)
+        # A node that is not finite is taken out, and put back into what its descendants have.
+        broken = ((lengths - lengths) != 0) | ((decay - decay) != 0) | ((beta - beta) != 0)
+        broken = broken.to(tl.int32) | tl.max(((value - value) != 0).to(tl.int32), 0)
+        key_factor = tl.where(broken > 0, 0.0, tl.rsqrt(lengths + epsilon) if NORMALIZE else 1.0)
+        query_factor = tl.full([ROWS], 1.0, tl.float32) * scale
+        if NORMALIZE:
+            query_factor *= tl.rsqrt(tl.sum(tl.where(own, asking, 0.0), 0) + epsilon)
+        kept_decay = tl.where(broken > 0, 0.0, decay)
+        along = tl.sum(tl.where(member, kept_decay[:, None], 0.0), 0)
+        between = tl.where(member, tl.exp(tl.where(member, along[None, :] - along[:, None], 0.0)), 0.0)
+        between *= key_factor[:, None]
+        strength = tl.where(broken > 0, 0.0, beta * key_factor)
+        before = tl.where((between != 0) & (row[:, None] < row[None, :]), between * alike, 0.0)
+        before = tl.where(broken[None, :] > 0, 0.0, before * strength[None, :])
+        carried = tl.exp(along)
+        target = tl.where(broken[None, :] > 0, 0.0, beta[None, :] * value - (strength * carried)[None, :] * known)
         update = target
-        for _ in range(tl.max(tl.sum(member.to(tl.int32), 1)) - 1):
-            update = target - tl.dot(before, update, input_precision=PRECISION)
+        for _ in range(tl.max(tl.sum(member.to(tl.int32), 0)) - 1):
+            update = target - tl.dot(update, before, input_precision=PRECISION)
         # Zero times a query that is not finite is no zero.
-        read = tl.dot(tl.where(member, between * asked, 0.0), update, carried * read, input_precision=PRECISION)
-        reached = (tl.sum(tl.where(member, broken[None, :], 0), 1) > 0)[:, None]
-        read, update = tl.where(reached, float("nan"), read), tl.where(reached, float("nan"), update)
-        _write(output, output_strides, batch, row, head, column, real, VALUE_DIM, read)
-        _write(new[1], new_strides[1], batch, row, head, column, real, VALUE_DIM, update)
+        weights = tl.where(between != 0, between * asked, 0.0) * query_factor[None, :]
+        read *= (carried * query_factor)[None, :]
+        read = tl.dot(update, weights, read, input_precision=PRECISION)
+        reached = (tl.sum(tl.where(member, broken[:, None], 0), 0) > 0)[None, :]
+        read = tl.where(reached, float("nan"), read)
+        update = tl.where(reached, float("nan"), update * key_factor[None, :])
+        inside = real[None, :] & here[:, None]
+        places = tl.trans(_places(output, output_strides, batch, row, head, column))
+        tl.store(places, read.to(output.dtype.element_ty), mask=inside)
+        places = tl.trans(_places(new[1], new_strides[1], batch, row, head, column))
+        tl.store(places, update.to(new[1].dtype.element_ty), mask=inside)
         if tl.program_id(0) == 0:
-            places = new[2] + batch * new_strides[2][0] + row.to(tl.int64) * new_strides[2][1]
-            tl.store(places + head * new_strides[2][2], along, mask=real)
+            sums = new[2] + batch * new_strides[2][0] + row.to(tl.int64) * new_strides[2][1]
+            tl.store(sums + head * new_strides[2][2], along, mask=real)
+
+
+@triton.jit
+def _dot(left, right, total, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of numbers as they were given: of bfloat16 they are exact, others are widened first."""
+    if NARROW:
+        return tl.dot(left, right, total)
+    else:
+        return tl.dot(left.to(tl.float32), right.to(tl.float32), total, input_precision=PRECISION)
+
+
+@triton.jit
+def _times(wide, narrow, total, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of float32 with numbers as they were given; with bfloat16 ones, in three parts that hold all bits."""
+    if NARROW:
+        first = wide.to(tl.bfloat16)
+        rest = wide - first.to(tl.float32)
+        second = rest.to(tl.bfloat16)
+        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(first, narrow, total)
+        total = tl.dot(second, narrow, total)
+        return tl.dot(third, narrow, total)
+    else:
+        return tl.dot(wide, narrow.to(tl.float32), total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -238,17 +277,16 @@ def _places(base, strides, batch, row, head, column):
 
 
 @triton.jit
-def _rows(base, strides, batch, row, head, column, real, WIDTH: tl.constexpr):
-    """Rows of a head, zeros where there are none."""
-    inside = real[:, None] & (column < WIDTH)[None, :]
-    return tl.load(_places(base, strides, batch, row, head, column), mask=inside, other=0.0).to(tl.float32)
+def _lines(base, strides, batch, row, head, column, real, some):
+    """Rows of a head as they are, `[nodes, numbers]`; zeros where there are none."""
+    return tl.load(_places(base, strides, batch, row, head, column), mask=real[:, None] & some[None, :], other=0.0)
 
 
 @triton.jit
-def _write(base, strides, batch, row, head, column, real, WIDTH: tl.constexpr, numbers):
-    """Stores rows of a head."""
-    inside = real[:, None] & (column < WIDTH)[None, :]
-    tl.store(_places(base, strides, batch, row, head, column), numbers.to(base.dtype.element_ty), mask=inside)
+def _columns(base, strides, batch, row, head, column, real, some):
+    """The same with nodes as columns."""
+    places = tl.trans(_places(base, strides, batch, row, head, column))
+    return tl.load(places, mask=some[:, None] & real[None, :], other=0.0)
 
 
 @triton.jit
@@ -259,20 +297,12 @@ def _numbers(base, strides, batch, row, head, real):
 
 
 @triton.jit
-def _over_length(rows, epsilon, NORMALIZE: tl.constexpr):
-    """What makes the length of each row one; one itself if lengths stay as they are."""
-    squares = tl.sum(rows * rows, 1)
-    return tl.rsqrt(squares + epsilon) if NORMALIZE else tl.full([rows.shape[0]], 1.0, tl.float32)
-
-
-@triton.jit
 def _members(masks, strides, row, real, ROWS: tl.constexpr):
-    """Which nodes are on the path of each, itself included."""
+    """Which nodes are on the path of each, itself included: `[node, of which]`."""
     words = tl.load(masks + row.to(tl.int64) * strides[1], mask=real, other=0)
     found = tl.zeros([ROWS, ROWS], tl.int32)
-    node = tl.arange(0, ROWS)
     for half in tl.static_range(2):
         # Half a word at a time: 64-bit numbers would take twice the registers.
         bits = (words >> (half * 32)).to(tl.int32)
-        found |= ((bits[:, None] >> (node & 31)[None, :]) & 1) & (node // 32 == half).to(tl.int32)[None, :]
+        found |= ((bits[None, :] >> (row & 31)[:, None]) & 1) & (row // 32 == half).to(tl.int32)[:, None]
     return found != 0

@@ -40,7 +40,8 @@ class DeltaRecord:
 
     Attributes:
         keys: as they were given, `[batch, nodes, key_heads, key_dim]`.
-        updates: what each node adds along its key (u above), `[batch, nodes, heads, value_dim]`, in float32 or float64.
+        updates: what each node adds along its key as it was given (u above, over the key's length),
+            `[batch, nodes, heads, value_dim]`, in float32 or float64.
         decays: sums of log-decays along the paths (G above), `[batch, nodes, heads]`, like `updates`.
 
     Example:
@@ -169,7 +170,6 @@ def gated_delta_fold(
     path: DeltaRecord,
     counts: Int[Tensor, " batch"],
     *,
-    normalize: bool = True,
     value_first: bool = False,
     impl: _dispatch.Impl = "auto",
 ) -> None:
@@ -179,7 +179,6 @@ def gated_delta_fold(
         state: as in `gated_delta_tree`.
         path: record of the nodes of the path, in order; see `DeltaRecord.along`.
         counts: how many of them count, per batch row; 0 leaves a state as it is, to the last bit.
-        normalize: as in the call that made the record.
         value_first: layout of the state.
         impl: which implementation runs; see `specdec.ops`.
 
@@ -187,7 +186,7 @@ def gated_delta_fold(
         ShapeError: for shapes that do not belong together.
         UnsupportedError: for dtypes that no implementation takes, or if `impl="triton"` cannot run here.
     """
-    call = DeltaCall(state, None, None, None, None, None, None, path, counts, 1.0, normalize, value_first, None)
+    call = DeltaCall(state, None, None, None, None, None, None, path, counts, 1.0, False, value_first, None)
     _check(call)
     kernel = _kernel(call, impl)
     if kernel is not None:
@@ -211,12 +210,15 @@ def _parts(record: DeltaRecord | None) -> tuple[Any, Any, Any]:
     return (None, None, None) if record is None else (record.keys, record.updates, record.decays)
 
 
-def _unit(rows: Tensor, call: DeltaCall, heads: int) -> Tensor:
-    """Keys or queries `[batch, heads, nodes, key_dim]` as they are multiplied, one for each value head."""
-    rows = rows.to(call.dtype)
-    if call.normalize:
-        rows = rows * (rows.square().sum(-1, keepdim=True) + call.epsilon).rsqrt()
-    return rows.repeat_interleave(heads // rows.shape[2], 2).transpose(1, 2)
+def _spread(rows: Tensor, call: DeltaCall) -> Tensor:
+    """Keys or queries `[batch, heads, nodes, key_dim]`, one for each value head."""
+    return rows.to(call.dtype).repeat_interleave(call.state.shape[1] // rows.shape[2], 2).transpose(1, 2)
+
+
+def _over_length(rows: Tensor, call: DeltaCall) -> Tensor:
+    """What makes the length of each row one, `[batch, heads, nodes, 1]`; one itself if lengths stay as they are."""
+    squares: Tensor = rows.square().sum(-1, keepdim=True)
+    return (squares + call.epsilon).rsqrt() if call.normalize else torch.ones_like(squares)
 
 
 def _fold(call: DeltaCall) -> None:
@@ -224,7 +226,7 @@ def _fold(call: DeltaCall) -> None:
     if call.path is None or call.counts is None or call.path.decays.shape[1] == 0:
         return
     kept = torch.arange(call.path.decays.shape[1], device=call.state.device) < call.counts[:, None]
-    keys = _unit(call.path.keys, call, call.state.shape[1])
+    keys = _spread(call.path.keys, call)
     decays = call.path.decays.to(call.dtype).transpose(1, 2).masked_fill(~kept[:, None], 0)
     last = decays.gather(2, (call.counts - 1).clamp_min(0)[:, None, None].expand(-1, decays.shape[1], 1))
     weights = (last - decays).exp().masked_fill(~kept[:, None], 0)
@@ -239,9 +241,11 @@ def _fold(call: DeltaCall) -> None:
 def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
     """All nodes at once, in plain torch: the closed form of the module's docstring."""
     given: Any = call
-    nodes, heads = given.value.shape[1:3]
+    nodes = given.value.shape[1]
     member = unpack(given.ancestors, nodes)[:, None]  # [batch, 1, nodes, nodes]
-    query, key = (_unit(rows, call, heads) for rows in (given.query, given.key))
+    query, key = (_spread(rows, call) for rows in (given.query, given.key))
+    query, shortened = query * _over_length(query, call), _over_length(key, call)
+    key = key * shortened
     value = given.value.to(call.dtype).transpose(1, 2)
     decay, beta = (part.to(call.dtype).transpose(1, 2) for part in (given.decay, given.beta))
     broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1) & decay.isfinite() & beta.isfinite())
@@ -258,7 +262,8 @@ def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
     updates = torch.linalg.solve_triangular(before + eye, target, upper=False, unitriangular=True)
     output = carried * (query @ state) + (between * (query @ key.transpose(2, 3))) @ updates
     reached = (member & broken[:, :, None, :]).any(-1)[..., None]
-    output, updates = (rows.masked_fill(reached, torch.nan).transpose(1, 2) for rows in (output * call.scale, updates))
+    output, updates = output * call.scale, updates * shortened
+    output, updates = (rows.masked_fill(reached, torch.nan).transpose(1, 2) for rows in (output, updates))
     return output.to(given.value.dtype), DeltaRecord(given.key, updates, path_decay.transpose(1, 2))
 
 

@@ -37,7 +37,7 @@ def law(change: Change, impl: ops.Impl, tolerance: float, **inputs: Any) -> None
         near(output[row, : len(expected)], expected, tolerance)
     nodes, counts, chosen = problem.some_path()
     expected = problem.states(chosen)
-    layout = {name: problem.call[name] for name in ("value_first", "normalize")}
+    layout = {"value_first": problem.call["value_first"]}
     path = change({"path": record.along(nodes), "counts": counts})
     ops.gated_delta_fold(state, **path, **layout, impl=impl)
     near(state, expected, tolerance)

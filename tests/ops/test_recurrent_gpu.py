@@ -59,7 +59,7 @@ def test_the_kernel_is_the_walk(seed: int) -> None:
         near(output[row, : len(expected)], expected, tolerance)
     nodes, counts, chosen = problem.some_path()
     path = {"path": record.along(nodes.cuda()), "counts": counts.cuda()}
-    layout = {name: call[name] for name in ("value_first", "normalize")}
+    layout = {"value_first": call["value_first"]}
     ops.gated_delta_fold(state, **path, **layout, impl="triton")
     near(state, problem.states(chosen), 2e-5)
     assert torch.equal(state[counts == 0], call["state"][counts == 0])
@@ -128,7 +128,7 @@ def test_a_state_of_half_precision_is_read_as_it_is_stored(state_dtype: torch.dt
     _, record = ops.gated_delta_tree(**call, impl="triton")
     nodes, counts, chosen = problem.some_path()
     path = {"path": record.along(nodes.cuda()), "counts": counts.cuda()}
-    ops.gated_delta_fold(state, **path, **{k: call[k] for k in ("value_first", "normalize")}, impl="triton")
+    ops.gated_delta_fold(state, **path, value_first=call["value_first"], impl="triton")
     near(state, problem.states(chosen), 2e-2)
     folding = {**call, "state": call["state"].clone()}
     together = ops.gated_delta_tree(**folding, **path, impl="triton")
