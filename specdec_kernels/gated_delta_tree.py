@@ -154,21 +154,22 @@ def _delta(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = column < VALUE_DIM
     cells = state + batch * state_strides[0] + head * state_strides[1]
-    cells += column.to(tl.int64)[:, None] * state_strides[3]
+    cells += column[:, None] * state_strides[3]
     path_head, key_head = head // PATH_GROUPS, head // GROUPS
     node, row = tl.arange(0, KEPT), tl.arange(0, ROWS)
     real = row < rows
     fading = 1.0
     stay = 0
     if counts is not None:
+        # No load waits for the count; what is beyond it is taken out afterwards.
         count = tl.load(counts + batch).to(tl.int32)
+        decays = _numbers(old[2], old_strides[2], batch, node, head, node < kept)
+        added = _columns(old[1], old_strides[1], batch, node, head, column, node < kept, here).to(tl.float32)
         stay = tl.where(count > 0, VALUE_DIM, 0)
         counted = node < tl.minimum(count, kept)
-        decays = _numbers(old[2], old_strides[2], batch, node, head, counted)
         last = tl.sum(tl.where(node == count - 1, decays, 0.0))
         fading = tl.exp(last)
-        added = _columns(old[1], old_strides[1], batch, node, head, column, counted, here).to(tl.float32)
-        added *= tl.where(counted, tl.exp(last - decays), 0.0)[None, :]
+        added = tl.where(counted[None, :], added * tl.where(counted, tl.exp(last - decays), 0.0)[None, :], 0.0)
     if output is not None:
         value = _columns(given[2], strides[2], batch, row, head, column, real, here).to(tl.float32)
         decay = _numbers(given[3], flat_strides[0], batch, row, head, real)
@@ -184,10 +185,11 @@ def _delta(
     for step in tl.static_range(KEY_PADDED // CHUNK):
         part = step * CHUNK + tl.arange(0, CHUNK)
         some = part < KEY_DIM
-        places = cells + part.to(tl.int64)[None, :] * state_strides[2]
+        places = cells + part[None, :] * state_strides[2]
         tile = tl.load(places, mask=here[:, None] & some[None, :], other=0.0).to(tl.float32)
         if counts is not None:
-            keys = _lines(old[0], old_strides[0], batch, node, path_head, part, counted, some)
+            keys = _lines(old[0], old_strides[0], batch, node, path_head, part, node < kept, some)
+            keys = tl.where(counted[:, None], keys, 0.0).to(keys.dtype)
             tile = _times(added, keys, tile * fading, NARROW, PRECISION)
             stored = tile.to(state.dtype.element_ty)
             tl.store(places, stored, mask=(column < tl.minimum(stay, VALUE_DIM))[:, None] & some[None, :])
@@ -195,9 +197,10 @@ def _delta(
         if output is not None:
             key = _lines(given[1], strides[1], batch, row, key_head, part, real, some)
             query = _lines(given[0], strides[0], batch, row, key_head, part, real, some)
-            if COPIED and (tl.program_id(0) == 0) & (head % GROUPS == 0):
+            if COPIED:
+                first = row < tl.where((tl.program_id(0) == 0) & (head % GROUPS == 0), rows, 0)
                 copies = _places(new[0], new_strides[0], batch, row, key_head, part)
-                tl.store(copies, key.to(new[0].dtype.element_ty), mask=real[:, None] & some[None, :])
+                tl.store(copies, key.to(new[0].dtype.element_ty), mask=first[:, None] & some[None, :])
             keys_on, queries_on = tl.trans(key), tl.trans(query)
             alike = _dot(key, keys_on, alike, NARROW, PRECISION)
             asked = _dot(key, queries_on, asked, NARROW, PRECISION)
@@ -227,11 +230,11 @@ def _delta(
         target = tl.where(broken[None, :] > 0, 0.0, beta[None, :] * value - (strength * carried)[None, :] * known)
         update = target
         for _ in range(tl.max(tl.sum(member.to(tl.int32), 0)) - 1):
-            update = target - tl.dot(update, before, input_precision=PRECISION)
+            update = target - _exactly(update, before, NARROW, PRECISION)
         # Zero times a query that is not finite is no zero.
         weights = tl.where(between != 0, between * asked, 0.0) * query_factor[None, :]
         read *= (carried * query_factor)[None, :]
-        read = tl.dot(update, weights, read, input_precision=PRECISION)
+        read += _exactly(update, weights, NARROW, PRECISION)
         reached = (tl.sum(tl.where(member, broken[:, None], 0), 0) > 0)[None, :]
         read = tl.where(reached, float("nan"), read)
         update = tl.where(reached, float("nan"), update * key_factor[None, :])
@@ -240,9 +243,8 @@ def _delta(
         tl.store(places, read.to(output.dtype.element_ty), mask=inside)
         places = tl.trans(_places(new[1], new_strides[1], batch, row, head, column))
         tl.store(places, update.to(new[1].dtype.element_ty), mask=inside)
-        if tl.program_id(0) == 0:
-            sums = new[2] + batch * new_strides[2][0] + row.to(tl.int64) * new_strides[2][1]
-            tl.store(sums + head * new_strides[2][2], along, mask=real)
+        sums = new[2] + batch * new_strides[2][0] + head * new_strides[2][2] + row * new_strides[2][1]
+        tl.store(sums, along, mask=row < tl.where(tl.program_id(0) == 0, rows, 0))
 
 
 @triton.jit
@@ -258,10 +260,7 @@ def _dot(left, right, total, NARROW: tl.constexpr, PRECISION: tl.constexpr):
 def _times(wide, narrow, total, NARROW: tl.constexpr, PRECISION: tl.constexpr):
     """Products of float32 with numbers as they were given; with bfloat16 ones, in three parts that hold all bits."""
     if NARROW:
-        first = wide.to(tl.bfloat16)
-        rest = wide - first.to(tl.float32)
-        second = rest.to(tl.bfloat16)
-        third = (rest - second.to(tl.float32)).to(tl.bfloat16)
+        first, second, third = _parts(wide)
         total = tl.dot(first, narrow, total)
         total = tl.dot(second, narrow, total)
         return tl.dot(third, narrow, total)
@@ -270,10 +269,41 @@ def _times(wide, narrow, total, NARROW: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _exactly(left, right, NARROW: tl.constexpr, PRECISION: tl.constexpr):
+    """Products of float32 numbers: those of their parts that do not vanish beside the largest."""
+    if NARROW:
+        first, second, third = _parts(left)
+        one, two, three = _parts(right)
+        small = tl.dot(first, three)
+        small = tl.dot(second, two, small)
+        small = tl.dot(third, one, small)
+        large = tl.dot(first, two)
+        large = tl.dot(second, one, large)
+        return tl.dot(first, one, large) + small
+    else:
+        return tl.dot(left, right, input_precision=PRECISION)
+
+
+@triton.jit
+def _parts(numbers):
+    """Three bfloat16 numbers that add up to each float32 one: eight bits of it each, cut, not rounded."""
+    first = (numbers.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    rest = numbers - first
+    second = (rest.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return _upper(first), _upper(second), _upper(rest - second)
+
+
+@triton.jit
+def _upper(numbers):
+    """The upper half of the bits of float32 numbers, as bfloat16 ones."""
+    return (numbers.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
 def _places(base, strides, batch, row, head, column):
     """Where rows of a head lie in `[batch, nodes, heads, numbers]`."""
     start = base + batch * strides[0] + head * strides[2]
-    return start + row.to(tl.int64)[:, None] * strides[1] + column.to(tl.int64)[None, :] * strides[3]
+    return start + (row[:, None] * strides[1] + column[None, :] * strides[3])
 
 
 @triton.jit
@@ -292,14 +322,14 @@ def _columns(base, strides, batch, row, head, column, real, some):
 @triton.jit
 def _numbers(base, strides, batch, row, head, real):
     """One number of each row of a head."""
-    place = base + batch * strides[0] + row.to(tl.int64) * strides[1] + head * strides[2]
+    place = base + batch * strides[0] + head * strides[2] + row * strides[1]
     return tl.load(place, mask=real, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def _members(masks, strides, row, real, ROWS: tl.constexpr):
     """Which nodes are on the path of each, itself included: `[node, of which]`."""
-    words = tl.load(masks + row.to(tl.int64) * strides[1], mask=real, other=0)
+    words = tl.load(masks + row * strides[1], mask=real, other=0)
     found = tl.zeros([ROWS, ROWS], tl.int32)
     for half in tl.static_range(2):
         # Half a word at a time: 64-bit numbers would take twice the registers.

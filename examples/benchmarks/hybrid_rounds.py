@@ -81,7 +81,7 @@ def main() -> None:
             generator.compile()
         name = "bf16.w16" if compiled or arguments.plain else "bf16.w16.plain"
         draft.grow(tree)
-        with mock.patch.object(device_rounds, "device_form", lambda *_: draft):
+        with mock.patch.object(device_rounds, "device_form", return_value=draft):
             figures |= rounds(name, generator, prompt, floor=read / speed)
         program: Any = generator._programs._program
         times = {}
