@@ -31,10 +31,7 @@ class CheckpointFiles:
         path = folder / "config.json"
         if not path.is_file():
             raise UnsupportedError(f"{folder} has no config.json; expected the folder of a published drafter.")
-        try:
-            self.config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
-            raise UnsupportedError(f"{path} is not JSON: {error}.") from None
+        self.config = _read_object(path)
         self._files: dict[str, Path] = {}
         for file in self._weight_files():
             try:
@@ -50,7 +47,10 @@ class CheckpointFiles:
     def _weight_files(self) -> list[Path]:
         index = self.folder / INDEX
         if index.is_file():
-            files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            places = _read_object(index).get("weight_map")
+            if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+                raise UnsupportedError(f"{index}: 'weight_map' must name a file for each tensor, got {places!r}.")
+            files = sorted(set(places.values()))
         else:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         missing = [name for name in files if not (self.folder / name).is_file()]
@@ -77,6 +77,17 @@ class CheckpointFiles:
             with safe_open(file, framework="pt") as tensors:
                 for _, name in group:
                     yield name, tensors.get_tensor(name)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file, which must be an object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise UnsupportedError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise UnsupportedError(f"{path} must hold an object of keys and values, got {type(content).__name__}.")
+    return content
 
 
 def open_checkpoint(path_or_repo: str | Path, *, revision: str | None = None) -> CheckpointFiles:

@@ -15,7 +15,7 @@ from specdec.drafters.block import BlockDrafter
 from specdec.drafters.checkpoints import assistant, block, eagle, medusa, mtp
 from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
 from specdec.drafters.checkpoints.formats import Format, Target
-from specdec.drafters.checkpoints.keys import Note
+from specdec.drafters.checkpoints.keys import TEXT, TEXTS, Keys, Kind, Note
 from specdec.drafters.feature import FeatureDrafter
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import UnsupportedError
@@ -191,17 +191,14 @@ class _Understood:
     format: Format
 
 
+NAMING: dict[str, Kind[Any]] = {"model_type": TEXT, "architectures": TEXTS, "speculators_model_type": TEXT}
+"""Keys that tell the format."""
+
+
 def _understand(files: CheckpointFiles, target: Any) -> _Understood:
     """What a checkpoint is; all of its tensors are accounted for."""
-    format = next((each for each in FORMATS if each.dialect_of(files.config, files.names)), None)
-    if format is None:
-        config = files.config
-        raise UnsupportedError(
-            f"{files.folder}: architectures {config.get('architectures')!r} and speculators_model_type "
-            f"{config.get('speculators_model_type')!r} are no drafter known here. Known are "
-            f"{'; '.join(each.known for each in FORMATS)}."
-        )
     try:
+        format = _format_of(files)
         spec, keys = format.read_spec(files.config, files.names, None if target is None else Target.of(target))
         _check_tensors(files, format, spec, target)
     except UnsupportedError as error:
@@ -217,6 +214,20 @@ def _understand(files: CheckpointFiles, target: Any) -> _Understood:
         unknown=tuple(keys.unknown()),
     )
     return _Understood(found, format)
+
+
+def _format_of(files: CheckpointFiles) -> Format:
+    """The format of a checkpoint."""
+    keys = Keys({"": files.config})
+    for name, kind in NAMING.items():
+        keys.get(name, kind, None)
+    format = next((each for each in FORMATS if each.dialect_of(files.config, files.names)), None)
+    if format is None:
+        told = " and ".join(f"{name} {files.config.get(name)!r}" for name in NAMING)
+        raise UnsupportedError(
+            f"{told} are no drafter known here. Known are {'; '.join(each.known for each in FORMATS)}."
+        )
+    return format
 
 
 def _check_tensors(files: CheckpointFiles, format: Format, spec: Any, target: Any) -> None:

@@ -202,7 +202,6 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_activation": "silu"}, "hidden_activation 'silu'"),
     ({"layer_types": ["full_attention"]}, "'layer_types' must name a type for each layer"),
     ({"rope_parameters": {"full_attention": {}}}, "'rope_parameters' must have a section for each"),
-    ({"sliding_window": "8"}, "'sliding_window' must be a whole number"),
 ]
 
 
