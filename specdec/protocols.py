@@ -114,6 +114,9 @@ class Drafter(Protocol):
     **Laws.** Answers depend only on the committed tokens, the path to the node and `generator`. Proposals are
     distinct, valid target ids in falling order of `log_probs`; `probs`, where given, is exactly the law a draw
     would follow. `start` forgets every earlier request; nothing of the caller's is changed.
+
+    A drafter that can propose only some of the target's tokens may have an attribute `shortlist`, a
+    `drafters.Shortlist`: statistics then count the tokens that it misses.
     """
 
     @property
