@@ -19,8 +19,11 @@ TARGETS_OWN = (
     "use_double_wide_mlp",
     "vocab_size_per_layer_input",
     "final_logit_softcapping",
+    "moe_intermediate_size",
+    "num_experts",
+    "top_k_experts",
 )
-"""Keys about the target's keys and values, or that transformers' assistant does not read."""
+"""Keys about the target's keys and values, about experts, or that transformers' assistant does not read."""
 
 
 def dialect_of(config: Mapping[str, Any], names: frozenset[str]) -> str:  # noqa: ARG001 - the configuration tells it
@@ -51,19 +54,12 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
     kinds = keys.get("layer_types", TEXTS)
     if len(kinds) != keys.get("num_hidden_layers", SIZE):
         raise UnsupportedError(f"config.json: 'layer_types' must name a type for each layer, got {list(kinds)}.")
-    head_dim = keys.get("head_dim", SIZE)
-    dims = {
-        "sliding_attention": head_dim,
-        "full_attention": keys.get("global_head_dim", SIZE, head_dim, why="head_dim"),
-    }
+    dims = _head_dims(keys, kinds)
     blocks = keys.get("rope_parameters", OBJECT)
     if not set(kinds) <= set(blocks):
         raise UnsupportedError(f"config.json: 'rope_parameters' must have a section for each of {sorted(set(kinds))}.")
-    parts = {kind: section(blocks, kind, "text_config.rope_parameters.") for kind in kinds}
-    ropes = {
-        kind: rope_of(Keys({f"text_config.rope_parameters.{kind}.": part}), dims.get(kind, head_dim))
-        for kind, part in parts.items()
-    }
+    part = "text_config.rope_parameters."
+    parts = {kind: Keys({f"{part}{kind}.": section(blocks, kind, part)}) for kind in kinds}
     ordered = keys.get("use_ordered_embeddings", FLAG, False, why="no centroid head")
     centroids = keys.get("num_centroids", COUNT, 2048, why="that of transformers")
     chosen = keys.get("centroid_intermediate_top_k", COUNT, 32, why="that of transformers")
@@ -75,8 +71,8 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
         intermediate_size=keys.get("intermediate_size", SIZE),
         num_heads=keys.get("num_attention_heads", SIZE),
         kinds=kinds,
-        head_dims=tuple(dims.get(kind, head_dim) for kind in kinds),
-        ropes=tuple(ropes[kind] for kind in kinds),
+        head_dims=dims,
+        ropes=tuple(rope_of(parts[kind], dim) for kind, dim in zip(kinds, dims, strict=True)),
         window=keys.get("sliding_window", SIZE),
         vocab_size=keys.get("vocab_size", SIZE),
         draft_vocab_size=keys.get("vocab_size", SIZE),
@@ -85,6 +81,26 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
         chosen_centroids=chosen if ordered else 0,
         separate_head="lm_head.weight" in names,
     ), keys
+
+
+def _head_dims(keys: Keys, kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Dimension of a head in each layer: newer files of transformers name the layers in which it differs."""
+    usual = keys.get("head_dim", SIZE)
+    layers = keys.get("per_layer_config", OBJECT, None, why="global_head_dim for layers of full attention")
+    if layers is None:
+        full = keys.get("global_head_dim", SIZE, 512, why="that of transformers")
+        return tuple(full if kind == "full_attention" else usual for kind in kinds)
+    part, dims = "text_config.per_layer_config.", []
+    for layer in range(len(kinds)):
+        own = Keys({f"{part}{layer}.": section(layers, str(layer), part)})
+        own.take(*TARGETS_OWN)
+        dims.append(own.get("head_dim", SIZE, usual))
+        if own.unknown():
+            raise UnsupportedError(
+                f"{own.unknown()[0]} is not served: layers of an assistant differ in head_dim alone."
+            )
+    keys.take("global_head_dim")
+    return tuple(dims)
 
 
 FORMAT = Format(

@@ -26,6 +26,7 @@ SILENT = frozenset(
         "hidden_act",
         "id2label",
         "initializer_range",
+        "is_encoder_decoder",
         "label2id",
         "max_position_embeddings",
         "max_window_layers",
