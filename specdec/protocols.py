@@ -268,7 +268,11 @@ class Controller(Protocol):
         """Tree budget of the next round; 0 for none, in which case no drafter is called."""
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """The part of a grown tree that is worth verifying. Must be the identity for sampled trees."""
+        """The part of a grown tree that is worth verifying.
+
+        Must not depend on the draws of a sampled tree, with one exception: whether a node of a chain is kept may
+        depend on the nodes before it. The identity is always right.
+        """
 
     def observe(self, round: Round) -> None:
         """Learns from a finished round."""

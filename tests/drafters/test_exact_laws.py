@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specdec import SpeculativeGenerator, drafters, trees, verify
+from specdec import SpeculativeGenerator, control, drafters, trees, verify
+from specdec.control import confidence
 from specdec.drafters import BlockDrafter
-from specdec.protocols import Drafter, TreeBuilder, Verifier
+from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
 from specdec.testing import tiny_model
 from specdec.trees import sampled, topology
 from specdec.types import DraftTree
@@ -39,6 +40,7 @@ WRITERS: dict[str, Any] = {
     "DFlash, reduced": partial(block.write, dialect="speculators_dflash", **SHORT),
     "DFlash 2": partial(block.write, dialect="dflash2", vocab_size=VOCAB, mask_token_id=2, selector_top_k=2),
     "DSpark, gated": partial(block.write, dialect="dspark_gated", vocab_size=VOCAB, mask_token_id=2),
+    "DSpark, reduced": partial(block.write, dialect="speculators_dspark", **SHORT),
     "EAGLE-3": partial(eagle.write, dialect="deepspec", num_target_layers=2, vocab_size=VOCAB),
     "EAGLE-3, reduced": partial(
         eagle.write, dialect="eagle", num_target_layers=2, vocab_size=VOCAB, draft_vocab_size=2
@@ -91,10 +93,15 @@ def plain(tokens: int, top_k: int) -> Tensor:
 
 
 def error(
-    drafter: Drafter, tree: TreeBuilder, verifier: Verifier, tokens: int = 3, top_k: int = 0
+    drafter: Drafter,
+    tree: TreeBuilder,
+    verifier: Verifier,
+    tokens: int = 3,
+    top_k: int = 0,
+    controller: Controller | None = None,
 ) -> tuple[float, float]:
-    """Largest error of the text's law, and the expected number of accepted tokens."""
-    generator = SpeculativeGenerator(target(), drafter, tree, verifier)
+    """Largest error of the text's law, and the mean number of accepted tokens over all ways."""
+    generator = SpeculativeGenerator(target(), drafter, tree, verifier, controller=controller)
     request: dict[str, Any] = {"do_sample": True, "temperature": TEMPERATURE, "top_k": top_k, "pad_token_id": 0}
     request["attention_mask"] = torch.ones_like(PROMPT)
     accepted = []
@@ -153,16 +160,62 @@ def test_confidence_ends_drawn_chains() -> None:
     drafter = BlockDrafter(drafter_of("DSpark, gated").model, least_confidence=THRESHOLD)
     grown = set()
 
-    class Watched(trees.Sampled):
+    class Wide(trees.Sampled):
         def grow(self, *args: Any, **options: Any) -> DraftTree:
             tree = super().grow(*args, **options)
             grown.add(tree.width)
             return tree
 
-    wrong, accepted = error(drafter, Watched((1, 1)), verify.Rejection(), tokens=4, top_k=2)
+    wrong, accepted = error(drafter, Wide((1, 1)), verify.Rejection(), tokens=4, top_k=2)
     assert wrong < CLOSE
     assert accepted > 0
     assert {2, 3} <= grown, "the head ended every chain alike"
+
+
+class Watched(control.ConfidenceSchedule):
+    """Remembers how many nodes were verified."""
+
+    kept: set[int]
+
+    def prune(self, tree: DraftTree) -> DraftTree:
+        pruned = super().prune(tree)
+        self.kept = getattr(self, "kept", set()) | {pruned.width}
+        return pruned
+
+
+def scheduled(costs: dict[int, float]) -> Watched:
+    measured = control.VerifyCosts.from_measurements(costs)
+    return Watched(measured, confidence=drafter_of("DSpark, reduced").confidence)
+
+
+@pytest.mark.parametrize(
+    "verifier", [verify.Rejection(), verify.BlockVerification()], ids=lambda rule: type(rule).__name__
+)
+def test_a_confidence_schedule_cuts_drawn_chains(verifier: Verifier) -> None:
+    """A second node is verified if the head, which reads the first one, finds it likely enough for its price."""
+    schedule = scheduled({1: 1.0, 2: 1.3, 3: 1.5008})
+    wrong, accepted = error(
+        drafter_of("DSpark, reduced"), trees.sampled_chain(2), verifier, tokens=4, top_k=2, controller=schedule
+    )
+    assert wrong < CLOSE
+    assert accepted > 0
+    assert {2, 3} <= schedule.kept, "every chain was cut alike"
+
+
+def test_looking_ahead_is_noticed() -> None:
+    """Without the early break a node is verified for the sake of the next one, of which the head knows by this one."""
+    schedule = scheduled({1: 1.0, 2: 1.6, 3: 1.69})
+
+    def best_of_all(_: Any, survival: Tensor, costs: Any) -> Tensor:
+        rates = survival.cumsum(-1) / torch.tensor([costs.relative(1 + node) for node in range(survival.shape[1])])
+        return torch.arange(survival.shape[1]) <= rates.argmax(-1, keepdim=True)
+
+    options: dict[str, Any] = {"tokens": 4, "top_k": 2, "controller": schedule}
+    drafter, tree = drafter_of("DSpark, reduced"), trees.sampled_chain(2)
+    with laws.wrong(confidence, "admitted", best_of_all):
+        wrong, _ = error(drafter, tree, verify.Rejection(), **options)
+    assert {1, 3} <= schedule.kept
+    assert wrong > 1e-3
 
 
 class StatesAnotherLaw(trees.Sampled):
