@@ -349,7 +349,8 @@ class SpeculativeGenerator:
     @torch.no_grad()
     def _run(self, request: Request) -> Iterator[Round]:
         """Runs the rounds of a request and keeps its statistics."""
-        self._serving, stats = request, GenerationStats()
+        listed = drafters.Shortlist.of([self.drafter])
+        self._serving, stats = request, GenerationStats(None if listed is None else listed.mask)
         self.stats = stats
         if request.streamer is not None:
             request.streamer.put(request.prompt.cpu())

@@ -114,6 +114,9 @@ class Drafter(Protocol):
     **Laws.** Answers depend only on the committed tokens, the path to the node and `generator`. Proposals are
     distinct, valid target ids in falling order of `log_probs`; `probs`, where given, is exactly the law a draw
     would follow. `start` forgets every earlier request; nothing of the caller's is changed.
+
+    A drafter that can propose only some of the target's tokens may have an attribute `shortlist`, a
+    `drafters.Shortlist`: statistics then count the tokens that it misses.
     """
 
     @property
@@ -265,7 +268,11 @@ class Controller(Protocol):
         """Tree budget of the next round; 0 for none, in which case no drafter is called."""
 
     def prune(self, tree: DraftTree) -> DraftTree:
-        """The part of a grown tree that is worth verifying. Must be the identity for sampled trees."""
+        """The part of a grown tree that is worth verifying.
+
+        Must not depend on the draws of a sampled tree, with one exception: whether a node of a chain is kept may
+        depend on the nodes before it. The identity is always right.
+        """
 
     def observe(self, round: Round) -> None:
         """Learns from a finished round."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec.errors import ShapeError
@@ -30,6 +31,8 @@ class RowStats:
         new_tokens: committed tokens.
         cut_short: rounds that ended without their bonus token, because a stop came first (or because all rows had to
             advance by the same number of tokens).
+        shortlist_misses: committed tokens that the drafter's shortlist does not have, so that no draft could hold them:
+            each was a bonus token, the prefill's included. 0 without a shortlist.
         histogram: `histogram[i]` rounds accepted i drafted tokens.
         offered_by_depth: `offered_by_depth[d]` rounds had a drafted node at depth d + 1.
         accepted_by_depth: `accepted_by_depth[d]` rounds accepted one at depth d + 1.
@@ -45,6 +48,7 @@ class RowStats:
     accepted: int = 0
     new_tokens: int = 0
     cut_short: int = 0
+    shortlist_misses: int = 0
     histogram: list[int] = field(default_factory=list)
     offered_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -97,6 +101,7 @@ class RowStats:
             "drafted": self.drafted,
             "accepted": self.accepted,
             "cut_short": self.cut_short,
+            "shortlist_misses": self.shortlist_misses,
             "tokens_per_round": self.tokens_per_round,
             "acceptance_rate": self.acceptance_rate,
             "accepted_histogram": list(self.histogram),
@@ -110,6 +115,9 @@ class GenerationStats:
 
     `record` reads the small integer tensors of a round. On an accelerator that is one transfer, and none for fields
     that are on the host already.
+
+    Args:
+        shortlist: True for tokens that the drafter can propose; None if it can propose them all.
 
     >>> import torch
     >>> from specdec.types import DraftTree, Round, StageTimes
@@ -136,7 +144,9 @@ class GenerationStats:
     rounds          0.200 s: draft 25 %, verify 75 %
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shortlist: Bool[Tensor, " vocab"] | None = None) -> None:
+        # The last entry stands for ids that a list for another vocabulary cannot have.
+        self._unlisted = None if shortlist is None else torch.nn.functional.pad(~shortlist, (0, 1), value=True)
         self._rows: list[RowStats] = []
         self._widths: Counter[int] = Counter()
         self._seconds = dict.fromkeys(_STAGES, 0.0)
@@ -151,18 +161,20 @@ class GenerationStats:
             ShapeError: if the round has another number of rows than the earlier ones, or commits a number of tokens
                 that is neither its accepted tokens nor one more.
         """
-        parents, nodes, accepted, committed = to_host(
-            round.tree.parents, round.tree.num_nodes, round.num_accepted, round.num_committed
+        misses = self._misses(round.committed)
+        parents, *counted = to_host(
+            round.tree.parents, round.tree.num_nodes, round.num_accepted, round.num_committed, misses
         )
+        nodes = counted[0]
         if not self._rows:
             self._rows = [RowStats() for _ in nodes]
         if len(self._rows) != len(nodes):
             raise ShapeError(
                 f"statistics of {len(self._rows)} rows got a round of {len(nodes)} rows; use one per call."
             )
-        for row, counts in enumerate(zip(parents, nodes, accepted, committed, strict=True)):
-            if counts[3]:
-                self._record_row(self._rows[row], *counts)
+        for row, tree, counts in zip(self._rows, parents, zip(*counted, strict=True), strict=True):
+            if counts[2]:
+                self._record_row(row, tree, *counts)
         self.target_passes += 1
         if round.index == 0:
             self.prefill_seconds += round.times.verify
@@ -172,7 +184,17 @@ class GenerationStats:
         for stage in _STAGES:
             self._seconds[stage] += getattr(round.times, stage)
 
-    def _record_row(self, row: RowStats, parents: list[int], nodes: int, accepted: int, committed: int) -> None:
+    def _misses(self, committed: Int[Tensor, "batch new"]) -> Int[Tensor, " batch"]:
+        """Committed tokens of each row that the shortlist does not have."""
+        if self._unlisted is None:
+            return torch.zeros(committed.shape[0], dtype=torch.int64)
+        if self._unlisted.device != committed.device:
+            self._unlisted = self._unlisted.to(committed.device)
+        return (self._unlisted[committed.clamp(0, len(self._unlisted) - 1)] & (committed >= 0)).sum(-1)
+
+    def _record_row(
+        self, row: RowStats, parents: list[int], nodes: int, accepted: int, committed: int, misses: int
+    ) -> None:
         if committed - accepted not in (0, 1):
             raise ShapeError(
                 f"a row commits its accepted tokens and at most the bonus token, got {committed} committed, "
@@ -182,6 +204,7 @@ class GenerationStats:
         for node in range(1, nodes):
             depths[node] = depths[parents[node]] + 1
         row.add(drafted=nodes - 1, deepest=max(depths), accepted=accepted, committed=committed)
+        row.shortlist_misses += misses
 
     def row(self, index: int) -> RowStats:
         """Counts of one row of the batch; they go on counting as rounds are recorded."""
@@ -202,6 +225,7 @@ class GenerationStats:
             accepted=sum(row.accepted for row in rows),
             new_tokens=sum(row.new_tokens for row in rows),
             cut_short=sum(row.cut_short for row in rows),
+            shortlist_misses=sum(row.shortlist_misses for row in rows),
             histogram=_sum(row.histogram for row in rows),
             offered_by_depth=_sum(row.offered_by_depth for row in rows),
             accepted_by_depth=_sum(row.accepted_by_depth for row in rows),
@@ -221,6 +245,11 @@ class GenerationStats:
     def accepted(self) -> int:
         """Drafted tokens committed, over all rows."""
         return sum(row.accepted for row in self._rows)
+
+    @property
+    def shortlist_misses(self) -> int:
+        """Committed tokens that the drafter's shortlist does not have, over all rows; 0 without a shortlist."""
+        return sum(row.shortlist_misses for row in self._rows)
 
     @property
     def new_tokens(self) -> int:
@@ -301,6 +330,10 @@ class GenerationStats:
             ("accepted", f"{total.accepted} of {total.drafted} drafted ({total.acceptance_rate:.1%})"),
             ("  per round", _pairs(enumerate(total.histogram))),
             ("  by depth", _pairs((d, f"{share:.0%}") for d, share in enumerate(total.acceptance_by_depth, 1))),
+            (
+                "not in the list",
+                "" if self._unlisted is None else f"{total.shortlist_misses} of {total.new_tokens} tokens",
+            ),
             ("verify width", _pairs(self.widths.items())),
             ("first token", f"{self.first_token_seconds:.3f} s (prefill {self.prefill_seconds:.3f} s)"),
             ("rounds", f"{rounds:.3f} s: {', '.join(shares)}" if shares else "not timed"),

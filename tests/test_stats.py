@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.drafters import Shortlist
 from specdec.errors import ShapeError
 from specdec.stats import GenerationStats, RowStats, to_host
 from specdec.types import DraftTree, Round, StageTimes
@@ -216,6 +217,28 @@ def test_printed_text_is_aligned(rounds):
     lines = str(recorded(rounds)).splitlines()
     assert all((len(line) > 16 and line[15] == " " and line[16] != " ") or line.startswith("row ") for line in lines)
     assert len(lines) == len({line[:16] for line in lines})
+
+
+@given(
+    st.lists(st.lists(st.integers(-1, 9), min_size=1, max_size=5), min_size=1, max_size=6),
+    st.sets(st.integers(0, 7), min_size=1),
+)
+def test_misses_of_a_shortlist(rows, listed):
+    """Padding behind the committed tokens is no token; ids beyond the list's vocabulary are in no list."""
+    width = max(map(len, rows))
+    committed = torch.tensor([[*sorted(row, reverse=True), *[-1] * (width - len(row))] for row in rows])
+    counts = (committed >= 0).sum(-1)
+    tree = DraftTree.from_root(torch.zeros(len(rows), dtype=torch.int64))
+    shortlist = Shortlist(torch.tensor(sorted(listed)), 8)
+    for given_list, missed in ((shortlist.mask, set(range(10)) - listed), (None, set())):
+        stats = GenerationStats(given_list)
+        accepted = (counts - 1).clamp_min(0)
+        path = torch.full((len(rows), 1), -1)
+        stats.record(Round(0, tree, path, accepted, committed, counts, 0))
+        found = [stats.row(row).shortlist_misses for row in range(len(rows))]
+        assert found == [sum(token in missed for token in row) for row in committed.tolist()]
+        assert stats.shortlist_misses == stats.total.shortlist_misses == sum(found)
+        assert ("not in the list" in str(stats)) == (given_list is not None)
 
 
 def test_another_batch_is_refused():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.trees import topology
-from specdec.types import Round
+from specdec.types import DraftTree, Round
 
 GRID = tuple(math.exp(step * math.log(8) / 24) for step in range(-24, 25))
 """Temperatures that are tried: an eighth to eight."""
@@ -97,7 +97,7 @@ class SequentialTemperatures:
         claims, accepted = list[list[float]](), list[int]()
         for round in rounds:
             tree = round.tree
-            if tree.width > 1 and not torch.equal(tree.parents.clamp_min(0), _chain(tree.parents)):
+            if not topology.is_chain(tree):
                 raise UnsupportedError("temperatures are fitted to chains; replay the recording with trees.Chain.")
             counts = zip(
                 tree.num_nodes.tolist(), round.num_committed.tolist(), round.num_accepted.tolist(), strict=True
@@ -124,18 +124,19 @@ def calibration_error(claims: Float[Tensor, " drafts"], outcomes: Float[Tensor, 
     return float(sums.abs().sum() / len(claims))
 
 
+def claims_of(tree: DraftTree) -> Float[Tensor, "batch nodes"]:
+    """Probability of each node's token given the path before it, as the drafter claims; anything at the root."""
+    above = tree.scores.gather(1, tree.parents.clamp_min(0))
+    return (tree.scores - above).exp().clamp(max=1.0).nan_to_num(0.0)
+
+
 def survivals(
-    scores: Float[Tensor, "batch nodes"], parents: Int[Tensor, "batch nodes"], temperatures: Sequence[float]
+    claims: Float[Tensor, "batch nodes"], tree: DraftTree, temperatures: Sequence[float]
 ) -> Float[Tensor, "batch nodes"]:
-    """Probability that the walk reaches each node, from a tree's path scores; 1 at the root, 0 on padding."""
-    claims = (scores - scores.gather(1, parents.clamp_min(0))).exp().clamp(max=1.0).nan_to_num(0.0)
-    scaled = SequentialTemperatures(tuple(temperatures)).apply(claims, topology.depths(parents))
-    steps = scaled.log().masked_fill(parents < 0, 0.0)  # nothing has to happen to be at the root
-    along = torch.where(topology.ancestor_matrix(parents), steps[:, None], 0.0).sum(-1).exp()
-    return along.masked_fill(scores == -torch.inf, 0.0)
-
-
-def _chain(parents: Tensor) -> Tensor:
-    """Parents of chains, where a row has nodes; 0 elsewhere."""
-    place = torch.arange(parents.shape[1], device=parents.device) - 1
-    return torch.where(parents >= 0, place, 0)
+    """Probability that the walk reaches each node, from claims about each step; 1 at the root, 0 on padding."""
+    scaled = SequentialTemperatures(tuple(temperatures)).apply(claims, topology.depths(tree.parents))
+    steps = scaled.log().masked_fill(tree.parents < 0, 0.0)  # nothing has to happen to be at the root
+    path = topology.ancestor_matrix(tree.parents)
+    along = torch.where(path, steps[:, None], 0.0).sum(-1).exp()
+    along = torch.where(path, along[:, None], 1.0).amin(-1)  # rounding must not lift a node above its parent
+    return along.masked_fill(~tree.valid, 0.0)

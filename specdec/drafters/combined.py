@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specdec.drafters.shortlist import Shortlist
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.protocols import DraftContext, Drafter
 from specdec.types import Candidates, Frontier
@@ -60,6 +61,11 @@ class CombinedDrafter:
     def feature_layers(self) -> tuple[int, ...]:
         """The layers that any source reads, each once, in order of first mention."""
         return tuple(dict.fromkeys(layer for drafter in self._drafters for layer in drafter.feature_layers))
+
+    @property
+    def shortlist(self) -> Shortlist | None:
+        """The target's tokens that any source can propose; None for all."""
+        return Shortlist.of(self._drafters)
 
     def start(self, context: DraftContext) -> None:
         """Begins a request with every source, each seeing the features it asked for."""

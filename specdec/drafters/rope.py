@@ -73,30 +73,8 @@ class Rope:
         except KeyError as error:
             raise UnsupportedError(f"rope: type {self.kind!r} needs {error.args[0]!r}, which is not given.") from None
 
-    @staticmethod
-    def from_config(config: dict[str, Any], head_dim: int) -> "Rope":
-        """The embedding of a configuration: `rope_parameters`, or `rope_theta` with `rope_scaling`."""
-        block = config.get("rope_parameters") or {}
-        scaling = {**(config.get("rope_scaling") or {}), **block}
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = scaling.get("rope_theta", config.get("rope_theta"))
-        share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if theta is None:
-            raise UnsupportedError("rope: the configuration gives no rope_theta.")
-        for name, value in (("rope_theta", theta), ("partial_rotary_factor", share)):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise UnsupportedError(f"rope: {name} must be a number, got {value!r}.")
-        given = {"original_max_position_embeddings": config.get("max_position_embeddings"), **scaling}
-        options = {key: given[key] for key in KINDS.get(kind, ()) if given.get(key) is not None}
-        for key, value in options.items():
-            if not isinstance(value, int | float):
-                raise UnsupportedError(f"rope: {key} must be a number, got {value!r}.")
-        pairs = tuple(sorted((key, float(value)) for key, value in options.items()))
-        # A proportional form turns some of the pairs of whole heads, the others by no angle.
-        return Rope(float(theta), head_dim if kind == "proportional" else int(head_dim * share), str(kind), pairs)
-
     def to_config(self, head_dim: int) -> dict[str, Any]:
-        """The block `rope_parameters` that `from_config` reads as this embedding."""
+        """The block `rope_parameters` of a published configuration with this embedding."""
         share = {} if self.dim == head_dim else {"partial_rotary_factor": self.dim / head_dim}
         options = {key: int(value) if key in WHOLE else value for key, value in self.options}
         return {"rope_type": self.kind, "rope_theta": self.theta, **share, **options}

@@ -4,12 +4,12 @@ A drafter that proposes from a shortlist is lossless like any other: tokens outs
 the target. How many of the target's own tokens a list covers bounds what can be accepted.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
@@ -69,6 +69,20 @@ class Shortlist:
         ranked[fixed] = torch.iinfo(ranked.dtype).max
         best = ranked.sort(descending=True, stable=True).indices[:size]
         return Shortlist(best.sort().values, len(counts))
+
+    @staticmethod
+    def of(drafters: Sequence[object]) -> "Shortlist | None":
+        """The tokens that any of these drafters can propose, as their attributes `shortlist` tell; None for all."""
+        lists = [getattr(drafter, "shortlist", None) for drafter in drafters]
+        found = [each for each in lists if isinstance(each, Shortlist)]
+        if not found or len(found) < len(lists):
+            return None
+        return Shortlist(torch.cat([each.ids.cpu() for each in found]).unique(), found[0].vocab_size)
+
+    @property
+    def mask(self) -> Bool[Tensor, " vocab"]:
+        """True for the tokens of the list."""
+        return torch.zeros(self.vocab_size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
 
     def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
         """Share of the counted tokens that the list has: a bound on what can be accepted."""

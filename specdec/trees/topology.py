@@ -81,6 +81,17 @@ def num_children(parents: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch node
     return torch.zeros_like(parents).scatter_add_(1, parents.clamp_min(0), (parents >= 0).to(parents.dtype))
 
 
+def is_chain(tree: DraftTree) -> bool:
+    """Whether every node is the child of the node before it, in each row.
+
+    >>> import torch
+    >>> is_chain(DraftTree.from_root(torch.tensor([7])))
+    True
+    """
+    before = torch.arange(-1, tree.width - 1, device=tree.parents.device)
+    return not bool((tree.valid & (tree.parents != before)).any())
+
+
 def child_with_token(
     tree: DraftTree, node: Int[Tensor, " batch"], token: Int[Tensor, " batch"]
 ) -> Int[Tensor, " batch"]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.protocols import StepVerifier, TreeBuilder
+from specdec.trees import topology
 from specdec.types import DraftTree, TargetLaw, Verdict
 
 
@@ -134,8 +135,7 @@ def check_draft_law(tree: DraftTree, vocab: int) -> None:
 
 def require_chain(tree: DraftTree, rule: str) -> None:
     """Raises `ShapeError` if a node has two children or a chain's nodes are out of order."""
-    before = torch.arange(-1, tree.width - 1, device=tree.parents.device)
-    if bool((tree.valid & (tree.parents != before)).any()):
+    if not topology.is_chain(tree):
         raise ShapeError(
             f"{rule} verifies chains (node i is the child of node i - 1), got parents {tree.parents.tolist()}; "
             "use TreeRejection or Traversal for sampled trees and TargetOnly for deterministic ones."

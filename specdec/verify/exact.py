@@ -33,7 +33,7 @@ from specdec.errors import ShapeError, UnsupportedError
 from specdec.protocols import Verifier
 from specdec.types import DraftTree, Verdict
 
-__all__ = ["committed", "draws", "joint", "laws_at", "lossless_error", "mean_accepted", "plain"]
+__all__ = ["committed", "draws", "joint", "laws_at", "lossless_error", "mean_accepted", "outcomes", "plain"]
 
 Path = tuple[int, ...]
 Law = Callable[[Path], Float[Tensor, " vocab"]]
@@ -155,6 +155,32 @@ def committed(
             _add(outcome, part, verdict, run.chance)
             scripts += run.open
     return outcome
+
+
+def outcomes(call: Callable[[], Path]) -> dict[Path, float]:
+    """Probability of each result of anything that takes chance as a verifier may: of a whole request, say.
+
+    Args:
+        call: run once for every way that chance can go; must do the same whenever it goes the same way. Its draws are
+            `torch.bernoulli` and `torch.multinomial` of a single row.
+
+    Raises:
+        UnsupportedError: if it takes chance from anywhere else.
+
+    Example:
+        >>> from specdec.verify import exact
+        >>> coin = torch.tensor([0.25], dtype=torch.float64)
+        >>> exact.outcomes(lambda: (int(torch.bernoulli(coin) + torch.bernoulli(coin)),))
+        {(0,): 0.5625, (1,): 0.375, (2,): 0.0625}
+    """
+    found: dict[Path, float] = {}
+    scripts: list[Path] = [()]
+    while scripts:
+        with _Scripted(scripts.pop(), torch.ones(1, dtype=torch.float64)) as run:
+            result = call()
+        found[result] = found.get(result, 0.0) + float(run.chance)
+        scripts += run.open
+    return found
 
 
 def _add(outcome: dict[Path, float], tree: DraftTree, verdict: Verdict, weights: Float[Tensor, " batch"]) -> None:

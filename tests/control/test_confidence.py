@@ -1,7 +1,9 @@
 """Confidence scheduling: what is admitted, by definition; temperatures that undo a known miscalibration."""
 
+import dataclasses
 import inspect
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +14,14 @@ from torch import Tensor
 
 from specdec import SpeculativeGenerator, control, drafters, evaluate, trees
 from specdec.control import ConfidenceSchedule, SequentialTemperatures, VerifyCosts
-from specdec.control.confidence import admitted
-from specdec.control.temperatures import calibration_error, survivals
+from specdec.control.confidence import admitted, told
+from specdec.control.temperatures import calibration_error, claims_of, survivals
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.testing import table_model
 from specdec.trees import topology
-from specdec.types import DraftTree
+from specdec.types import DraftTree, Frontier
+from tests import helpers
+from tests.drafters.block import checkpoints as block
 
 COSTS = VerifyCosts.from_measurements({1: 1.0, 2: 1.1, 4: 1.6, 9: 2.0})
 
@@ -69,13 +73,17 @@ def scores_of(claims: Tensor) -> Tensor:
 
 
 def test_survival_along_paths() -> None:
-    parents = torch.tensor([[-1, 0, 0, 1, 3, -1]])
-    scores = torch.tensor([[0.0, math.log(0.8), math.log(0.2), math.log(0.4), math.log(0.3), -math.inf]])
-    plain = survivals(scores, parents, (1.0,))
+    tree = DraftTree(
+        tokens=torch.tensor([[1, 2, 3, 4, 5, 1]]),
+        parents=torch.tensor([[-1, 0, 0, 1, 3, -1]]),
+        num_nodes=torch.tensor([5]),
+        scores=torch.tensor([[0.0, math.log(0.8), math.log(0.2), math.log(0.4), math.log(0.3), -math.inf]]),
+    )
+    plain = survivals(claims_of(tree), tree, (1.0,))
     torch.testing.assert_close(plain, torch.tensor([[1.0, 0.8, 0.2, 0.4, 0.3, 0.0]]))
     scaled = SequentialTemperatures((1.0, 2.0))
     expected = 0.8 * scaled.apply(torch.tensor([0.5]), torch.tensor([2]))
-    torch.testing.assert_close(survivals(scores, parents, scaled.values)[0, 3], expected[0])
+    torch.testing.assert_close(survivals(claims_of(tree), tree, scaled.values)[0, 3], expected[0])
 
 
 @pytest.mark.parametrize("true", [(2.0, 1.0, 3.0), (0.5, 1.5, 1.0)])
@@ -159,6 +167,71 @@ def test_pruned_trees_are_trees_and_sampled_ones_are_left_alone() -> None:
     assert schedule.budget() == 4
 
 
+def test_a_head_is_asked_about_each_node_by_its_parent() -> None:
+    """It is told the parent's token and depth, and says the same of all children."""
+    tree = DraftTree(
+        tokens=torch.tensor([[1, 2, 3, 4, 5], [6, 7, 6, 6, 6]]),
+        parents=torch.tensor([[-1, 0, 0, 1, 3], [-1, 0, -1, -1, -1]]),
+        num_nodes=torch.tensor([5, 2]),
+        scores=torch.zeros(2, 5),
+    )
+
+    def head(frontier: Frontier) -> Tensor:
+        assert bool((topology.depths(tree.parents)[frontier.valid] == frontier.depth).all())
+        return (0.9 - 0.1 * frontier.tokens) / (1 + frontier.depth)
+
+    claims = told(tree, head)
+    torch.testing.assert_close(claims[0], torch.tensor([1.0, 0.8, 0.8, 0.7 / 2, 0.5 / 3]))
+    torch.testing.assert_close(claims[1, :2], torch.tensor([1.0, 0.3]))
+    flat = ConfidenceSchedule(VerifyCosts.from_measurements({1: 1.0}), confidence=head)
+    flat.start(nodes=4, sampled=False)
+    kept = flat.prune(tree)
+    assert torch.equal(kept.tokens, tree.tokens)
+    assert torch.equal(kept.num_nodes, tree.num_nodes)
+    assert flat.claims is not None
+    assert torch.equal(flat.claims, claims)
+    assert survivals(claims, tree, (1.0,))[1].tolist() == pytest.approx([1.0, 0.3, 0.0, 0.0, 0.0])
+
+
+def test_of_drawn_trees_only_chains_with_a_head_are_cut() -> None:
+    chain = DraftTree(
+        tokens=torch.tensor([[1, 2, 3]]),
+        parents=torch.tensor([[-1, 0, 1]]),
+        num_nodes=torch.tensor([3]),
+        scores=torch.tensor([[0.0, -3.0, -6.0]]),
+        draft_probs=torch.full((1, 3, 4), 0.25),
+    )
+    wide = dataclasses.replace(chain, parents=torch.tensor([[-1, 0, 0]]))
+    for head, tree, width in ((None, chain, 3), (unsure, wide, 3), (unsure, chain, 2)):
+        schedule = ConfidenceSchedule(COSTS, confidence=head)
+        schedule.start(nodes=2, sampled=True)
+        pruned = schedule.prune(tree)
+        assert pruned.width == width
+        assert (pruned is tree) == (width == 3)
+        assert (schedule.claims is None) == (width == 3)
+
+
+def unsure(frontier: Frontier) -> Tensor:
+    """Likely at first, unlikely then."""
+    return torch.full(frontier.tokens.shape, (0.9, 0.1)[frontier.depth])
+
+
+def test_the_head_of_a_block_drafter_serves_a_batch(tmp_path: Path) -> None:
+    """The text is the target's; nodes that the head finds unlikely are drafted and not verified."""
+    block.write(tmp_path, "dspark_gated")
+    target = helpers.model()
+    drafter = drafters.from_pretrained(tmp_path, target)
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    for tree in (trees.BestFirst(nodes=10), trees.Chain(5)):
+        schedule = ConfidenceSchedule(VerifyCosts.from_measurements({1: 1.0, 9: 1.9}), confidence=drafter.confidence)
+        served, full = (
+            SpeculativeGenerator(target, drafter, tree, controller=controller) for controller in (schedule, None)
+        )
+        for each in (served, full):
+            assert each.generate(**request).tolist() == helpers.text("ragged", 12).tolist()
+        assert 0 < served.stats.drafted < full.stats.drafted
+
+
 @pytest.mark.parametrize("values", [(), (0.0,), (1.0, -1.0), (math.inf,)])
 def test_temperatures_are_above_zero(values: tuple[float, ...]) -> None:
     with pytest.raises(UnsupportedError, match="temperatures must be above 0"):
@@ -170,4 +243,6 @@ def test_wrong_parts_are_told() -> None:
     for arguments, message in (((0.4,), "costs= takes VerifyCosts, got float"), ((COSTS, 1.5), "temperatures= takes")):
         with pytest.raises(ValueError, match=message):
             made(ConfidenceSchedule(COSTS), *arguments)
+    with pytest.raises(ValueError, match=r"confidence= takes a function such as .*, got float"):
+        made(ConfidenceSchedule(COSTS), COSTS, confidence=0.5)
     assert "ConfidenceSchedule(VerifyCosts" in repr(control.ConfidenceSchedule(COSTS))

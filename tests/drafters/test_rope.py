@@ -8,6 +8,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.layers import read_rope
 from specdec.drafters.rope import Rope, rotate
 from specdec.errors import UnsupportedError
 
@@ -46,7 +48,7 @@ def config_of(form: str, **extra: Any) -> LlamaConfig:
 @pytest.mark.parametrize("form", FORMS)
 def test_frequencies_are_those_of_transformers(form: str) -> None:
     config = config_of(form)
-    rope = Rope.from_config(config.to_dict(), 32)
+    rope = read_rope(Keys({"": config.to_dict()}), 32)
     found, factor = rope.frequencies()
     if form == "default":
         expected, scale = LlamaRotaryEmbedding(config).inv_freq, 1.0
@@ -59,7 +61,7 @@ def test_frequencies_are_those_of_transformers(form: str) -> None:
 @pytest.mark.parametrize("form", ["default", "llama3"])
 def test_heads_are_turned_as_in_transformers(form: str) -> None:
     config, heads, positions = config_of(form), torch.randn(2, 3, 5, 32), torch.randint(0, 200, (2, 5))
-    tables = Rope.from_config(config.to_dict(), 32).tables(positions, heads.dtype)
+    tables = read_rope(Keys({"": config.to_dict()}), 32).tables(positions, heads.dtype)
     expected, _ = apply_rotary_pos_emb(heads, heads, *LlamaRotaryEmbedding(config)(heads, positions))
     torch.testing.assert_close(rotate(heads, tables), expected)
     assert not torch.allclose(rotate(heads, tables), heads)
@@ -67,7 +69,7 @@ def test_heads_are_turned_as_in_transformers(form: str) -> None:
 
 def test_a_part_of_a_head_stays() -> None:
     """A wrong `partial_rotary_factor` ruins acceptance and raises nothing anywhere."""
-    rope = Rope.from_config({"rope_theta": 1e4, "partial_rotary_factor": 0.25}, 32)
+    rope = read_rope(Keys({"": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}), 32)
     heads = torch.randn(1, 2, 4, 32)
     turned = rotate(heads, rope.tables(torch.tensor([[3, 4, 5, 6]]), heads.dtype))
     assert rope.dim == 8
@@ -78,16 +80,18 @@ def test_a_part_of_a_head_stays() -> None:
 
 
 def test_the_block_of_rope_parameters_wins_over_old_keys() -> None:
-    found = Rope.from_config({"rope_theta": 1.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}, 8)
+    found = read_rope(
+        Keys({"": {"rope_theta": 1.0, "rope_parameters": {"rope_theta": 7.0, "rope_type": "default"}}}), 8
+    )
     assert found.theta == 7.0
-    old = Rope.from_config({"rope_theta": 2.0, "rope_scaling": {"type": "linear", "factor": 3.0}}, 8)
+    old = read_rope(Keys({"": {"rope_theta": 2.0, "rope_scaling": {"type": "linear", "factor": 3.0}}}), 8)
     assert (old.kind, dict(old.options)["factor"]) == ("linear", 3.0)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "no rope_theta"),
+        ({}, "no 'rope_theta'"),
         ({"rope_theta": 1e4, "rope_scaling": {"type": "longrope"}}, "'longrope' is not known"),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "needs 'low_freq_factor'"),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear"}}, "needs 'factor'"),
@@ -96,4 +100,4 @@ def test_the_block_of_rope_parameters_wins_over_old_keys() -> None:
 )
 def test_what_is_not_known_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
-        Rope.from_config(config, 32)
+        read_rope(Keys({"": config}), 32)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec import drafters, trees
+from specdec import SpeculativeGenerator, drafters, trees
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Frontier
@@ -104,3 +104,47 @@ def test_the_text_is_the_targets(dialect: str, tmp_path: Path) -> None:
     drafted = torch.cat([round.tree.tokens[:, 1:][round.tree.valid[:, 1:]] for round in made.rounds])
     assert len(drafted) > 50
     assert set(drafted.tolist()) <= set(SHORT.ids.tolist())
+
+
+@pytest.mark.parametrize("execution", ["host", "device"])
+def test_misses_are_counted(execution: str, tmp_path: Path) -> None:
+    """Every committed token that the list does not have, in each row, whichever rounds are run."""
+    target = helpers.model()
+    drafter = drafters.from_pretrained(write(tmp_path, "dflash2").folder, target, shortlist=SHORT)
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    generator = SpeculativeGenerator(target, drafter, trees.BestFirst(12), execution=execution)
+    new = generator.generate(**request)[:, request["input_ids"].shape[1] :].tolist()
+    expected = [sum(token not in SHORT.ids.tolist() for token in row) for row in new]
+    stats = generator.stats
+    assert [stats.row(row).shortlist_misses for row in range(len(new))] == expected
+    assert stats.shortlist_misses == stats.to_dict()["shortlist_misses"] == sum(expected) > 0
+    assert sum(expected) < stats.new_tokens
+    assert f"{sum(expected)} of {stats.new_tokens} tokens" in str(stats)
+
+
+def test_each_miss_ends_its_round(tmp_path: Path) -> None:
+    """A token that cannot be drafted can only be a bonus token."""
+    target = helpers.model()
+    drafter = drafters.from_pretrained(write(tmp_path, "dflash2").folder, target, shortlist=SHORT)
+    made = helpers.speculate(
+        target, drafter, trees.BestFirst(20), input_ids=torch.tensor([[5, 6, 7]]), max_new_tokens=24
+    )
+    listed = set(SHORT.ids.tolist())
+    bonus = [int(round.committed[0, int(round.num_committed[0]) - 1]) for round in made.rounds]
+    assert sum(token not in listed for token in bonus) == made.generator.stats.shortlist_misses > 0
+
+
+def test_lists_of_several_sources(tmp_path: Path) -> None:
+    """What one source misses another may propose; a source without a list proposes anything."""
+    target, folder = helpers.model(), write(tmp_path, "dflash_flat").folder
+    other = drafters.Shortlist(torch.arange(1, 97, 2), 97)
+    ours, theirs, whole = (
+        drafters.from_pretrained(folder, target, **options)
+        for options in ({"shortlist": SHORT}, {"shortlist": other}, {})
+    )
+    assert (ours.shortlist, whole.shortlist) == (SHORT, None)
+    both = drafters.CombinedDrafter(ours, theirs).shortlist
+    assert both is not None
+    assert set(both.ids.tolist()) == set(SHORT.ids.tolist()) | set(other.ids.tolist())
+    assert drafters.CombinedDrafter(ours, drafters.PromptLookupDrafter()).shortlist is None
+    assert drafters.CombinedDrafter(ours, whole).shortlist is None

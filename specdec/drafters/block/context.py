@@ -9,14 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec import ops
+from specdec.drafters._buffers import with_room
 from specdec.errors import SpecdecError
 
 Heads: TypeAlias = Float[Tensor, "batch kv_heads slots head_dim"]
 KeysValues: TypeAlias = tuple[Heads, Heads]
-
-GROWTH = 256
-"""Smallest step by which buffers grow; from four times of it on, they grow by a quarter."""
-
 
 write_rows = torch.compiler.disable(ops.write_rows)
 """Its kernel takes one launch, which `torch.compile` leaves as it is."""
@@ -52,10 +49,9 @@ class LayerContext:
         if self.buffers and longest - self.base <= self.slots:
             return
         first = self.base if self.window is None else max(self.base, shortest - self.window)
-        size = longest - first + max(GROWTH, (longest - first) // 4)
         grown = []
         for part, rows in enumerate(like):
-            buffer = rows.new_zeros(*rows.shape[:2], size, rows.shape[3])
+            buffer = rows.new_zeros(*rows.shape[:2], with_room(longest - first), rows.shape[3])
             if self.buffers:
                 kept = self.buffers[part][:, :, first - self.base :]
                 buffer[:, :, : kept.shape[2]] = kept

@@ -18,6 +18,7 @@ from specdec.drafters._committed import Doubt, check_options, committed_text
 from specdec.drafters._proposals import candidates, log_law, nothing, spread
 from specdec.drafters.block.context import BlockContext
 from specdec.drafters.block.model import BlockModel
+from specdec.drafters.shortlist import Shortlist
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Candidates, Frontier
@@ -87,6 +88,11 @@ class BlockDrafter:
     def feature_layers(self) -> tuple[int, ...]:
         """Target states that the drafter reads."""
         return self.model.spec.feature_layers
+
+    @property
+    def shortlist(self) -> Shortlist | None:
+        """The target's tokens that can be drafted; None for all."""
+        return self.model.shortlist
 
     def start(self, context: DraftContext) -> None:
         """Turns the features of the committed text into context.

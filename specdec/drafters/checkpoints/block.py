@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.drafters.block import BlockDrafter, BlockModel, BlockSpec
 from specdec.drafters.checkpoints.formats import Format, Target, Tensors
-from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.keys import COUNT, FLAG, INTEGERS, NUMBER, SIZE, TEXT, Keys, section
 from specdec.drafters.checkpoints.layers import decoder_keys, speculative_tokens, windows_of
 from specdec.errors import UnsupportedError
 
@@ -48,22 +48,22 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
     dialect = dialect_of(config)
     if dialect == "z-lab":
         family = next(ZLAB[name] for name in config["architectures"] if name in ZLAB)
-        keys = Keys({"dflash_config.": dict(config.get("dflash_config") or {}), "": dict(config)})
+        keys = Keys({"dflash_config.": section(config, "dflash_config"), "": dict(config)})
         keys.take("dflash_config")
         fields = _zlab(keys, family, "lm_head.weight" in names)
     elif dialect == "DeepSpec":
         keys = Keys({"": dict(config)})
         fields = _deepspec(keys)
     else:
-        inner = dict(config.get("transformer_layer_config") or {})
+        inner = section(config, "transformer_layer_config")
         keys = Keys({"": dict(config), "transformer_layer_config.": inner})
         keys.take("transformer_layer_config", "speculators_config", "speculators_version")
-        fields = _speculators(keys, str(keys.get("speculators_model_type")))
+        fields = _speculators(keys, keys.get("speculators_model_type", TEXT))
     common = decoder_keys(keys)
     width = common["hidden_size"] if target is None else target.hidden_size
-    vocab = keys.integer("vocab_size")
+    vocab = keys.get("vocab_size", SIZE)
     made: dict[str, Any] = {
-        "feature_size": keys.integer("target_hidden_size", width, why="the target's width"),
+        "feature_size": keys.get("target_hidden_size", SIZE, width, why="the target's width"),
         "vocab_size": vocab,
         "draft_vocab_size": vocab,
         "own_embedding": "embed_tokens.weight" in names,
@@ -78,32 +78,32 @@ def _zlab(keys: Keys, family: str, own_head: bool) -> dict[str, Any]:
     """A `DFlashDraftModel` or `DFlash2DraftModel` of z-lab."""
     windows = windows_of(keys)
     by_type = tuple(window is not None for window in windows)
-    if keys.flag("use_swa", False, why="layer_types say it") and not any(by_type):
-        windows = (keys.integer("swa_window_size", also=("sliding_window",)),) * len(windows)
-    causal = keys.optional("is_causal", bool, also=("causal",), why="sliding layers are causal, full ones are not")
-    targets = keys.parts[""].get("num_target_layers")
-    ids = keys.get("target_layer_ids", None, why="spread evenly over num_target_layers")
-    ids = _spread(targets, len(windows)) if ids is None else keys.integers("target_layer_ids")
-    projector = keys.get("projector_type", "dflash", why="not named")
+    if keys.get("use_swa", FLAG, False, why="layer_types say it") and not any(by_type):
+        windows = (keys.get("swa_window_size", SIZE, also=("sliding_window",)),) * len(windows)
+    causal = keys.get("is_causal", FLAG, None, also=("causal",), why="sliding layers are causal, full ones are not")
+    ids = keys.get("target_layer_ids", INTEGERS, None, why="spread evenly over num_target_layers")
+    if ids is None:
+        ids = _spread(keys.get("num_target_layers", SIZE), len(windows))
+    projector = keys.get("projector_type", TEXT, "dflash", why="not named")
     if projector not in ("dflash", "dflash2"):
         raise UnsupportedError(f"projector_type {projector!r} is not served by this version.")
-    if not keys.flag("is_neox_style", True, why="halves of a head are turned"):
+    if not keys.get("is_neox_style", FLAG, True, why="halves of a head are turned"):
         raise UnsupportedError("is_neox_style false (rotary embeddings of neighbours, not of halves) is not served.")
     keys.take("mask_token")
     fields: dict[str, Any] = {
         "family": family,
-        "layout": "anchor_first" if keys.flag("sample_from_anchor", False, why="z-lab fills in") else "fill_in",
-        "block_size": keys.integer("block_size", 16, why="that of z-lab's code"),
-        "mask_token_id": keys.integer("mask_token_id"),
+        "layout": "anchor_first" if keys.get("sample_from_anchor", FLAG, False, why="z-lab fills in") else "fill_in",
+        "block_size": keys.get("block_size", SIZE, 16, why="that of z-lab's code"),
+        "mask_token_id": keys.get("mask_token_id", COUNT),
         "feature_layers": tuple(layer + 1 for layer in ids),
         "windows": windows,
         "causal": by_type if causal is None else (causal,) * len(windows),
-        "sinks": keys.flag("attention_sink_bias", False, why="none named"),
-        "value_scale": keys.number("attention_value_scale", 1.0, why="none named"),
-        "embedding_scale": keys.number("input_embedding_scale", 1.0, why="none named"),
-        "output_multiplier": keys.number("output_multiplier", 1.0, why="none named"),
-        "softcap": keys.optional("final_logit_softcapping", float, why="none named") or None,
-        "own_head": keys.flag("has_own_lm_head", own_head, why="whether there is a tensor lm_head.weight"),
+        "sinks": keys.get("attention_sink_bias", FLAG, False, why="none named"),
+        "value_scale": keys.get("attention_value_scale", NUMBER, 1.0, why="none named"),
+        "embedding_scale": keys.get("input_embedding_scale", NUMBER, 1.0, why="none named"),
+        "output_multiplier": keys.get("output_multiplier", NUMBER, 1.0, why="none named"),
+        "softcap": keys.get("final_logit_softcapping", NUMBER, None, why="none named") or None,
+        "own_head": keys.get("has_own_lm_head", FLAG, own_head, why="whether there is a tensor lm_head.weight"),
     }
     if family == "dflash2":
         fields |= _dflash2(keys)
@@ -112,18 +112,19 @@ def _zlab(keys: Keys, family: str, own_head: bool) -> dict[str, Any]:
 
 def _dflash2(keys: Keys) -> dict[str, Any]:
     return {
-        name: keys.integer(name) for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+        name: keys.get(name, SIZE)
+        for name in ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
     }
 
 
 def _markov(keys: Keys) -> dict[str, Any]:
     """The heads of DSpark, in the words of DeepSpec and speculators alike."""
-    rank = keys.integer("markov_rank", 256, why="that of DSpark")
-    kind = keys.get("markov_head_type", "vanilla", why="that of DSpark")
+    rank = keys.get("markov_rank", COUNT, 256, why="that of DSpark")
+    kind = keys.get("markov_head_type", TEXT, "vanilla", why="that of DSpark")
     if kind not in ("vanilla", "gated", "rnn"):
         raise UnsupportedError(f"markov_head_type {kind!r} is not known; it must be vanilla, gated or rnn.")
-    confident = keys.flag("enable_confidence_head", True, why="that of DSpark")
-    with_token = keys.flag("confidence_head_with_markov", True, why="that of DSpark")
+    confident = keys.get("enable_confidence_head", FLAG, True, why="that of DSpark")
+    with_token = keys.get("confidence_head_with_markov", FLAG, True, why="that of DSpark")
     confidence = ("hidden_token" if with_token and rank else "hidden") if confident else None
     return {"markov_rank": rank, "markov_kind": kind, "confidence": confidence}
 
@@ -134,9 +135,9 @@ def _deepspec(keys: Keys) -> dict[str, Any]:
     return {
         "family": "dspark",
         "layout": "anchor_first",
-        "block_size": keys.integer("block_size"),
-        "mask_token_id": keys.integer("mask_token_id"),
-        "feature_layers": tuple(layer + 1 for layer in keys.integers("target_layer_ids")),
+        "block_size": keys.get("block_size", SIZE),
+        "mask_token_id": keys.get("mask_token_id", COUNT),
+        "feature_layers": tuple(layer + 1 for layer in keys.get("target_layer_ids", INTEGERS)),
         "windows": windows,
         "causal": tuple(window is not None for window in windows),
         **_markov(keys),
@@ -146,23 +147,25 @@ def _deepspec(keys: Keys) -> dict[str, Any]:
 def _speculators(keys: Keys, family: str) -> dict[str, Any]:
     """A drafter of speculators, whose ids index `hidden_states` as they are."""
     windows = windows_of(keys)
-    bidirectional = keys.flag("sliding_window_non_causal", family == "dflash2", why=f"that of speculators' {family}")
-    block_size = keys.integer("block_size", 8, why="that of speculators")
-    drafted = speculative_tokens(keys.parts[""])
+    bidirectional = keys.get(
+        "sliding_window_non_causal", FLAG, family == "dflash2", why=f"that of speculators' {family}"
+    )
+    block_size = keys.get("block_size", SIZE, 8, why="that of speculators")
+    drafted = speculative_tokens(keys)
     default, why = family == "dspark", f"that of speculators' {family}"
     if drafted in (block_size - 1, block_size):
         default, why = drafted == block_size, f"speculative_tokens {drafted} of block_size {block_size}"
-    anchor_first = keys.flag("sample_from_anchor", default, why=why)
+    anchor_first = keys.get("sample_from_anchor", FLAG, default, why=why)
     fields: dict[str, Any] = {
         "family": family,
         "layout": "anchor_first" if anchor_first else "fill_in",
         "block_size": block_size,
-        "mask_token_id": keys.integer("mask_token_id"),
-        "feature_layers": keys.integers("aux_hidden_state_layer_ids"),
+        "mask_token_id": keys.get("mask_token_id", COUNT),
+        "feature_layers": keys.get("aux_hidden_state_layer_ids", INTEGERS),
         "windows": windows,
         "window_from": "anchor" if any(windows) else "query",
         "causal": tuple(window is not None and not bidirectional for window in windows),
-        "draft_vocab_size": keys.integer("draft_vocab_size", 32_000, why="that of speculators"),
+        "draft_vocab_size": keys.get("draft_vocab_size", SIZE, 32_000, why="that of speculators"),
     }
     if family == "dflash2":
         fields |= _dflash2(keys)
@@ -171,10 +174,8 @@ def _speculators(keys: Keys, family: str) -> dict[str, Any]:
     return fields
 
 
-def _spread(target_layers: int | None, count: int) -> tuple[int, ...]:
+def _spread(target_layers: int, count: int) -> tuple[int, ...]:
     """Layer ids that z-lab's code assumes where none are given."""
-    if target_layers is None:
-        raise UnsupportedError("config.json has neither 'target_layer_ids' nor 'num_target_layers'.")
     if count == 1:
         return (target_layers // 2,)
     first, last = 1, target_layers - 3

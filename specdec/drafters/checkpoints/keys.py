@@ -1,13 +1,17 @@
 """Reading a configuration so that nothing in it is overlooked: every key is read, known to say nothing, or named."""
 
 import difflib
-from collections.abc import Sequence
+import math
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 from specdec.errors import UnsupportedError
 
-ABSENT = object()
+T = TypeVar("T")
+
+ABSENT: Any = object()
 
 SILENT = frozenset(
     {
@@ -22,6 +26,7 @@ SILENT = frozenset(
         "hidden_act",
         "id2label",
         "initializer_range",
+        "is_encoder_decoder",
         "label2id",
         "max_position_embeddings",
         "max_window_layers",
@@ -43,6 +48,70 @@ SILENT = frozenset(
     }
 )
 """Keys that say nothing about what a drafter computes, or that other keys say again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind(Generic[T]):
+    """What the value of a key must be.
+
+    Args:
+        words: for messages.
+        fits: whether a value is of this kind; a bool is never a number.
+        read: turns such a value into what the specification holds.
+    """
+
+    words: str
+    fits: Callable[[Any], bool]
+    read: Callable[[Any], T]
+
+    def of(self, key: str, value: Any) -> T:
+        """The value.
+
+        Raises:
+            UnsupportedError: if it is of another kind, with the key, what came and what is expected.
+        """
+        if not self.fits(value):
+            raise UnsupportedError(f"config.json: {key!r} must be {self.words}, got {reprlib.repr(value)}.")
+        return self.read(value)
+
+
+def _whole(least: float = -math.inf) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _number(above: float = -math.inf) -> Callable[[Any], bool]:
+    def fits(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool) and above < value < math.inf
+
+    return fits
+
+
+def _list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(map(fits, value))
+
+
+COUNT: Kind[int] = Kind("a whole number, 0 or more", _whole(0.0), int)
+SIZE: Kind[int] = Kind("a whole number, 1 or more", _whole(1.0), int)
+NUMBER: Kind[float] = Kind("a number", _number(), float)
+POSITIVE: Kind[float] = Kind("a number above 0", _number(0.0), float)
+FLAG: Kind[bool] = Kind("true or false", lambda value: isinstance(value, bool), bool)
+TEXT: Kind[str] = Kind("a text", lambda value: isinstance(value, str), str)
+OBJECT: Kind[dict[str, Any]] = Kind("an object of keys and values", lambda value: isinstance(value, dict), dict)
+INTEGERS: Kind[tuple[int, ...]] = Kind("a list of whole numbers", _list(_whole()), tuple)
+TEXTS: Kind[tuple[str, ...]] = Kind("a list of texts", _list(TEXT.fits), tuple)
+OBJECTS: Kind[tuple[dict[str, Any], ...]] = Kind("a list of objects", _list(OBJECT.fits), tuple)
+
+
+def section(config: Mapping[str, Any], name: str, part: str = "") -> dict[str, Any]:
+    """The keys of a part of a configuration, none where it is missing.
+
+    Args:
+        config: keys and values.
+        name: of the part.
+        part: where the configuration itself stands, for messages.
+    """
+    found = config.get(name)
+    return {} if found is None else OBJECT.of(f"{part}{name}", found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,70 +137,44 @@ class Keys:
     notes: dict[str, Note] = field(default_factory=dict)
     _asked: set[tuple[str, str]] = field(default_factory=set)
 
-    def get(self, name: str, default: Any = ABSENT, *, also: Sequence[str] = (), why: str = "") -> Any:
-        """The value of a key, under this name or another one.
+    @overload
+    def get(self, name: str, kind: Kind[T], default: None, *, also: Sequence[str] = (), why: str = "") -> T | None: ...
+
+    @overload
+    def get(self, name: str, kind: Kind[T], default: T = ..., *, also: Sequence[str] = (), why: str = "") -> T: ...
+
+    def get(
+        self, name: str, kind: Kind[T], default: Any = ABSENT, *, also: Sequence[str] = (), why: str = ""
+    ) -> T | None:
+        """The value of a key, under this name or another one, which must be of its kind wherever it stands.
 
         Args:
             name: the key.
+            kind: what it must be.
             default: what holds where it is missing; without one the key is required.
             also: other names of it.
             why: the rule that gives the default, for the notes.
 
         Raises:
-            UnsupportedError: if a required key is missing.
+            UnsupportedError: if a required key is missing, or a value is of another kind.
         """
-        found = ABSENT
+        found: list[tuple[str, T]] = []
         for key in (name, *also):
             for part, values in self.parts.items():
-                if values.get(key) is not None:
+                if key in values:
                     self._asked.add((part, key))
-                    if found is ABSENT:
-                        found = values[key]
-                        self.notes[name] = Note(name, found, f"{part}{key}")
-                elif key in values:
-                    self._asked.add((part, key))  # an explicit null says as much as a missing key
-        if found is not ABSENT:
-            return found
+                if values.get(key) is not None:  # an explicit null says as much as a missing key
+                    found.append((f"{part}{key}", kind.of(f"{part}{key}", values[key])))
+        if found:
+            source, value = found[0]
+            self.notes[name] = Note(name, value, source)
+            return value
         if default is ABSENT:
-            raise UnsupportedError(f"config.json has no {name!r}, which the drafter cannot do without.")
+            raise UnsupportedError(
+                f"config.json has no {name!r}, which the drafter cannot do without; expected {kind.words}."
+            )
         self.notes[name] = Note(name, default, why or "default", assumed=True)
-        return default
-
-    def integer(self, name: str, default: Any = ABSENT, **options: Any) -> int:
-        """As `get`, for a whole number."""
-        value = self.get(name, default, **options)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise UnsupportedError(f"config.json: {name!r} must be a whole number, got {value!r}.")
-        return value
-
-    def optional(self, name: str, kind: type, **options: Any) -> Any:
-        """As `get`, for a value of a kind (`bool`, or `float` for any number) that may be missing: then None."""
-        value = self.get(name, None, **options)
-        allowed = kind if kind is bool else int | float
-        if value is not None and (not isinstance(value, allowed) or (kind is not bool and isinstance(value, bool))):
-            raise UnsupportedError(f"config.json: {name!r} must be a {kind.__name__} or null, got {value!r}.")
-        return value
-
-    def number(self, name: str, default: Any = ABSENT, **options: Any) -> float:
-        """As `get`, for a number."""
-        value = self.get(name, default, **options)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UnsupportedError(f"config.json: {name!r} must be a number, got {value!r}.")
-        return float(value)
-
-    def flag(self, name: str, default: Any = ABSENT, **options: Any) -> bool:
-        """As `get`, for true or false."""
-        value = self.get(name, default, **options)
-        if not isinstance(value, bool):
-            raise UnsupportedError(f"config.json: {name!r} must be true or false, got {value!r}.")
-        return value
-
-    def integers(self, name: str, default: Any = ABSENT, **options: Any) -> tuple[int, ...]:
-        """As `get`, for a list of whole numbers."""
-        value = self.get(name, default, **options)
-        if not isinstance(value, list | tuple) or any(isinstance(x, bool) or not isinstance(x, int) for x in value):
-            raise UnsupportedError(f"config.json: {name!r} must be a list of whole numbers, got {value!r}.")
-        return tuple(value)
+        return default  # type: ignore[no-any-return]  # of the kind, or None
 
     def take(self, *names: str) -> None:
         """Marks keys as read that are read in another way."""

@@ -13,9 +13,9 @@ from torch import Tensor
 from specdec.drafters._borrowing import Borrower
 from specdec.drafters.block import BlockDrafter
 from specdec.drafters.checkpoints import assistant, block, eagle, medusa, mtp
-from specdec.drafters.checkpoints.files import CheckpointFiles, open_checkpoint
+from specdec.drafters.checkpoints.files import Checkpoint, open_checkpoint
 from specdec.drafters.checkpoints.formats import Format, Target
-from specdec.drafters.checkpoints.keys import Note
+from specdec.drafters.checkpoints.keys import TEXT, TEXTS, Keys, Kind, Note
 from specdec.drafters.feature import FeatureDrafter
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import UnsupportedError
@@ -39,7 +39,7 @@ class Inspection:
     """What was understood of a checkpoint.
 
     Attributes:
-        source: folder of the checkpoint.
+        source: folder of the checkpoint, or class of the model.
         dialect: publisher whose format it is.
         spec: the drafter that it describes.
         notes: where each field came from.
@@ -48,7 +48,7 @@ class Inspection:
         unknown: keys of the configuration that are not understood; they have no effect.
     """
 
-    source: Path
+    source: str
     dialect: str
     spec: Any
     notes: tuple[Note, ...]
@@ -60,7 +60,7 @@ class Inspection:
         spec, hidden = self.spec, set[str]()
         for part, names in PARTS.items():
             hidden |= set() if getattr(spec, part, None) else {part, *names}
-        lines = [f"{self.source.name}: {spec.family} in the format of {self.dialect}", "  what it is"]
+        lines = [f"{Path(self.source).name}: {spec.family} in the format of {self.dialect}", "  what it is"]
         shown = [name for name in spec.__dataclass_fields__ if name not in hidden]
         lines += [f"    {name:24} {getattr(spec, name)}" for name in shown]
         lines.append(f"    {'borrowed':24} {', '.join(self.borrowed) or 'nothing'}")
@@ -82,11 +82,11 @@ PARTS = {
 """Fields that say whether a drafter has a part, and fields that concern it alone."""
 
 
-def inspect(path_or_repo: str | Path, target: Any = None, *, revision: str | None = None) -> Inspection:
+def inspect(path_or_repo: Any, target: Any = None, *, revision: str | None = None) -> Inspection:
     """What a published drafter is, without loading it. `print` shows what was read and what was inferred.
 
     Args:
-        path_or_repo: a folder, or a repository of the Hub.
+        path_or_repo: a folder, a repository of the Hub, or a drafter that transformers has loaded.
         target: the model that it was made for. Some formats say less without: which states of it are read, say.
         revision: of the repository.
 
@@ -102,7 +102,7 @@ def inspect(path_or_repo: str | Path, target: Any = None, *, revision: str | Non
 
 
 def from_pretrained(
-    path_or_repo: str | Path,
+    path_or_repo: Any,
     target: Any,
     *,
     revision: str | None = None,
@@ -116,7 +116,9 @@ def from_pretrained(
     """Loads a published drafter for a target.
 
     Args:
-        path_or_repo: a folder, or a repository of the Hub, with `config.json` and safetensors.
+        path_or_repo: a folder, or a repository of the Hub, with `config.json` and safetensors; or a drafter that
+            transformers has loaded (`Gemma4AssistantForCausalLM`), whose weights are shared where dtype and device
+            are those asked for.
         target: the model that the drafter was made for; its embedding and output head are borrowed where the
             checkpoint has none.
         revision: of the repository.
@@ -147,20 +149,20 @@ def from_pretrained(
     understood = _understand(files, target)
     found, format = understood.found, understood.format
     if found.unknown:
-        logger.warning("%s: keys not understood, without effect: %s", found.source.name, ", ".join(found.unknown))
+        logger.warning("%s: keys not understood, without effect: %s", Path(found.source).name, ", ".join(found.unknown))
     _check_target(found, facts)
     if shortlist is not None and found.reduced:
-        raise UnsupportedError(f"{found.source.name} has a reduced vocabulary already; leave shortlist= out.")
+        raise UnsupportedError(f"{Path(found.source).name} has a reduced vocabulary already; leave shortlist= out.")
     like, read, maps = target.get_input_embeddings().weight, dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in files.tensors(lambda name: format.owns(name, files.names)):
         part = format.copied(name)
         if name in MAPS:
             maps[name] = tensor
         elif part:
-            _check_copy(found.source.name, name, tensor, part, target)
+            _check_copy(Path(found.source).name, name, tensor, part, target)
         elif tensor.is_floating_point() == (name in format.integers):
             kind = "whole numbers" if name in format.integers else "floating point"
-            raise UnsupportedError(f"{found.source.name}: tensor {name!r} is {tensor.dtype}; expected {kind}.")
+            raise UnsupportedError(f"{Path(found.source).name}: tensor {name!r} is {tensor.dtype}; expected {kind}.")
         elif name in format.integers:
             read[name] = tensor.to(device=device or like.device, dtype=torch.int64)
         else:
@@ -178,7 +180,7 @@ def from_pretrained(
         if isinstance(model, Borrower):
             model.borrow(target)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{found.source.name} was not made for this target: {error}") from None
+        raise UnsupportedError(f"{Path(found.source).name} was not made for this target: {error}") from None
     options = {"length": length, "temperature": temperature, "least_confidence": least_confidence}
     return format.drafter(model, **options)  # type: ignore[no-any-return]  # one of the two
 
@@ -191,24 +193,21 @@ class _Understood:
     format: Format
 
 
-def _understand(files: CheckpointFiles, target: Any) -> _Understood:
+NAMING: dict[str, Kind[Any]] = {"model_type": TEXT, "architectures": TEXTS, "speculators_model_type": TEXT}
+"""Keys that tell the format."""
+
+
+def _understand(files: Checkpoint, target: Any) -> _Understood:
     """What a checkpoint is; all of its tensors are accounted for."""
-    format = next((each for each in FORMATS if each.dialect_of(files.config, files.names)), None)
-    if format is None:
-        config = files.config
-        raise UnsupportedError(
-            f"{files.folder}: architectures {config.get('architectures')!r} and speculators_model_type "
-            f"{config.get('speculators_model_type')!r} are no drafter known here. Known are "
-            f"{'; '.join(each.known for each in FORMATS)}."
-        )
     try:
+        format = _format_of(files)
         spec, keys = format.read_spec(files.config, files.names, None if target is None else Target.of(target))
         _check_tensors(files, format, spec, target)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{files.folder}: {error}") from None
+        raise UnsupportedError(f"{files.name}: {error}") from None
     owned = {"embedding": spec.own_embedding, "output head": spec.own_head}
     found = Inspection(
-        source=files.folder,
+        source=files.name,
         dialect=format.dialect_of(files.config, files.names),
         spec=spec,
         notes=tuple(keys.notes.values()),
@@ -219,7 +218,21 @@ def _understand(files: CheckpointFiles, target: Any) -> _Understood:
     return _Understood(found, format)
 
 
-def _check_tensors(files: CheckpointFiles, format: Format, spec: Any, target: Any) -> None:
+def _format_of(files: Checkpoint) -> Format:
+    """The format of a checkpoint."""
+    keys = Keys({"": files.config})
+    for name, kind in NAMING.items():
+        keys.get(name, kind, None)
+    format = next((each for each in FORMATS if each.dialect_of(files.config, files.names)), None)
+    if format is None:
+        told = " and ".join(f"{name} {files.config.get(name)!r}" for name in NAMING)
+        raise UnsupportedError(
+            f"{told} are no drafter known here. Known are {'; '.join(each.known for each in FORMATS)}."
+        )
+    return format
+
+
+def _check_tensors(files: Checkpoint, format: Format, spec: Any, target: Any) -> None:
     """Raises unless all tensors are there, none is left over and all have the right shape."""
     # Which tokens a reduced vocabulary has is not known before tensors are read; their number decides the shapes.
     reduced = spec.draft_vocab_size != spec.vocab_size
@@ -273,7 +286,7 @@ def _check_target(found: Inspection, target: Target) -> None:
     ]
     wrong = next((text for text, holds in demands if not holds), None)
     if wrong is not None:
-        raise UnsupportedError(f"{found.source.name} was not made for this target: {wrong}.")
+        raise UnsupportedError(f"{Path(found.source).name} was not made for this target: {wrong}.")
 
 
 def _reduced(maps: Mapping[str, Tensor], spec: Any) -> Shortlist | None:

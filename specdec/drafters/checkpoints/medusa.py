@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specdec.drafters.checkpoints.formats import Format, Target, Tensors, feature_drafter
-from specdec.drafters.checkpoints.keys import Keys, Note
+from specdec.drafters.checkpoints.keys import SIZE, Keys, Note
 from specdec.drafters.feature import MedusaModel, MedusaSpec
 from specdec.errors import UnsupportedError
 
@@ -28,7 +28,7 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
         )
     keys = Keys({"": dict(config)})
     keys.take("base_model_name_or_path")
-    keys.integer("medusa_num_heads")
+    keys.get("medusa_num_heads", SIZE)
     heads = len({name.split(".")[0] for name in names})
     keys.notes["medusa_num_heads"] = Note("heads", heads, "counted: the tensors")
     return MedusaSpec(
@@ -38,7 +38,7 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size,
         heads=heads,
-        blocks=keys.integer("medusa_num_layers"),
+        blocks=keys.get("medusa_num_layers", SIZE),
     ), keys
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdec.drafters.checkpoints.formats import Format, Target, Tensors, feature_drafter
-from specdec.drafters.checkpoints.keys import Keys
+from specdec.drafters.checkpoints.keys import FLAG, SIZE, Keys, section
 from specdec.drafters.feature import MTPModel, MTPSpec
 from specdec.drafters.feature.mtp import decoder_of
 from specdec.errors import UnsupportedError
@@ -51,16 +51,19 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
     """
     if target is None:
         raise UnsupportedError("an MTP head is made of layers of its target's kind. Pass target=.")
-    text = dict(config.get("text_config") or config)
-    keys = Keys({"": {key: text[key] for key in text if "mtp" in key or "nextn" in key}})
+    inner = section(config, "text_config")
+    part, text = ("text_config.", inner) if inner else ("", config)
+    keys = Keys({part: {key: text[key] for key in text if "mtp" in key or "nextn" in key or key.startswith("chain_")}})
     qwen = dialect_of(config, names) == "Qwen3-Next"
     count = ("mtp_num_hidden_layers", "num_nextn_predict_layers")
-    modules = keys.integer(count[0 if qwen else 1], 1, also=count, why="one module")
+    modules = keys.get(count[0 if qwen else 1], SIZE, 1, also=count, why="one module")
     if qwen and modules != 1:
         raise UnsupportedError(f"{count[0]} {modules} is not served: Qwen's heads have one layer.")
-    if keys.optional("mtp_use_dedicated_embeddings", bool, why="the target's embedding"):
+    if keys.get("mtp_use_dedicated_embeddings", FLAG, None, why="the target's embedding"):
         raise UnsupportedError("mtp_use_dedicated_embeddings true is not served.")
-    shared_norm = keys.get("chain_hidden_post_norm", None, also=("mtp_chain_hidden_post_norm",), why="a norm a module")
+    shared_norm = keys.get(
+        "chain_hidden_post_norm", FLAG, None, also=("mtp_chain_hidden_post_norm",), why="a norm a module"
+    )
     if shared_norm is not None:
         raise UnsupportedError("chain_hidden_post_norm (a norm that all modules share, or none) is not served.")
     first = 0 if qwen else target.layers
@@ -73,7 +76,7 @@ def read_spec(config: Mapping[str, Any], names: frozenset[str], target: Target |
         style="qwen" if qwen else "deepseek",
         modules=modules,
         first_layer=first,
-        hidden_first=keys.flag("mtp_hidden_states_first", False, why="the embedding comes first"),
+        hidden_first=keys.get("mtp_hidden_states_first", FLAG, False, why="the embedding comes first"),
         depth=modules if modules > 1 else 3,
     ), keys
 

@@ -12,11 +12,9 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec import ops
+from specdec.drafters._buffers import with_room
 from specdec.errors import UnsupportedError
 from specdec.types import CommittedRows
-
-GROWTH = 256
-"""Smallest step by which buffers grow; from four times of it on, they grow by a quarter."""
 
 
 class FeatureCache:
@@ -93,8 +91,7 @@ class FeatureCache:
         end = self.longest + rows.pending
         held = self.buffers.get(layer)
         if held is None or held[0].shape[2] < end:
-            size = end + max(GROWTH, end // 4)
-            grown = tuple(new.new_zeros(*new.shape[:2], size, new.shape[3]) for new in (keys, values))
+            grown = tuple(new.new_zeros(*new.shape[:2], with_room(end), new.shape[3]) for new in (keys, values))
             for old, new in zip(held or (), grown, strict=False):
                 new[:, :, : old.shape[2]] = old
             held = self.buffers[layer] = (grown[0], grown[1])

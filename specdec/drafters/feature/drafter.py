@@ -18,6 +18,7 @@ from specdec.drafters._committed import Doubt, check_options, committed_text
 from specdec.drafters._proposals import candidates, log_law, nothing, spread
 from specdec.drafters.feature.cache import FeatureCache, Rows
 from specdec.drafters.feature.model import FeatureModel, Parallel, Recurrent, States
+from specdec.drafters.shortlist import Shortlist
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Candidates, Frontier
@@ -76,6 +77,11 @@ class FeatureDrafter:
     def feature_layers(self) -> tuple[int, ...]:
         """Target states that the drafter reads."""
         return cast(tuple[int, ...], self.model.spec.feature_layers)
+
+    @property
+    def shortlist(self) -> Shortlist | None:
+        """The target's tokens that can be drafted; None for all."""
+        return self.model.shortlist
 
     def start(self, context: DraftContext) -> None:
         """Runs the rows of the committed text.

@@ -2,18 +2,20 @@
 
 The checker plays the builder: it asks for the children of the roots, then of the best proposals, level by level, with
 a padding node in every level. It plays the loop: it commits tokens, some drafted and some not, several at once and one
-by one, and begins requests anew. Two runs that must agree are asked about the very same frontiers.
+by one, and begins requests anew. Two runs that must agree are asked about the very same frontiers. To a drafter that
+reads the target's features it hands those of the committed text, and NaN wherever the protocol says nothing.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from specdec.errors import LawError, UnsupportedError
+from specdec.errors import LawError, ShapeError, UnsupportedError
 from specdec.protocols import DraftContext, Drafter
 from specdec.types import Candidates, Frontier
 
@@ -24,10 +26,13 @@ _REPEATS = 4  # commits before that, so that the text has become another one
 
 Level = tuple[Frontier, Candidates]
 Proposals = dict[int, float]
+States = Callable[[Int[Tensor, "1 seq"]], Float[Tensor, "1 seq features"]]
 
 
 @torch.no_grad()
-def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, depth: int = 3) -> None:
+def check_drafter(
+    drafter: Drafter, context: DraftContext, *, count: int = 4, depth: int = 3, target: Any = None
+) -> None:
     """Raises `LawError` with the law and the place if `drafter` breaks one on this text.
 
     A drafter that passes can still guess badly; that costs speed, never correctness. What is checked: answers are
@@ -41,10 +46,15 @@ def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, de
             Several rows, and text that repeats itself, check more.
         count: proposals to ask for.
         depth: levels to ask for.
+        target: for a drafter that reads features, the transformers model whose hidden states these are, or a function
+            that gives them: from the ids of one text `[1, seq]` to the states of its tokens `[1, seq, features]`, the
+            layers side by side. A state may depend on the tokens up to its own alone.
 
     Raises:
         LawError: for the first law that is broken.
-        UnsupportedError: for a drafter that reads the target's features: there is no target here to give them.
+        UnsupportedError: for a drafter that reads features, without `target`; for one that attends to the target's
+            keys and values, which are not given here.
+        ShapeError: for features of another shape.
 
     Example:
         >>> import torch
@@ -60,9 +70,15 @@ def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, de
         members = ("feature_layers", "start", "children", "commit", "finish")
         missing = [member for member in members if not hasattr(drafter, member)]
         raise LawError(f"{name} is no drafter: it lacks {', '.join(missing)}.")
+    states = None
     if drafter.feature_layers:
-        raise UnsupportedError(f"{name} reads features of layers {drafter.feature_layers}; check it with a model.")
-    check = _Check(drafter, name, context)
+        if target is None:
+            raise UnsupportedError(
+                f"{name} reads features of layers {drafter.feature_layers}: pass target=, the model, or a "
+                "function from ids [1, seq] to features [1, seq, features]."
+            )
+        states = _states_of(target, drafter.feature_layers)
+    check = _Check(drafter, name, context, states)
     check.start(context)
     seen = check.explore(check.roots, check.everyone, count, depth)
     check.start(context)
@@ -80,8 +96,9 @@ def check_drafter(drafter: Drafter, context: DraftContext, *, count: int = 4, de
 class _Check:
     """The laws, one method each."""
 
-    def __init__(self, drafter: Drafter, name: str, context: DraftContext) -> None:
+    def __init__(self, drafter: Drafter, name: str, context: DraftContext, states: States | None) -> None:
         self._drafter, self._name, self._context = drafter, name, context
+        self._states, self._texts = states, list[list[int]]()
         last = context.mask.shape[1] - 1 - context.mask.flip(1).to(torch.uint8).argmax(-1)
         self.roots = context.tokens.gather(1, last[:, None]).squeeze(1)
         self.everyone = torch.ones_like(self.roots, dtype=torch.bool)
@@ -90,13 +107,41 @@ class _Check:
     def start(self, context: DraftContext) -> None:
         """Begins a request."""
         self._rewind()
-        with self._untouched("start", context.tokens, context.mask):
+        self._texts = [ids[real].tolist() for ids, real in zip(context.tokens, context.mask, strict=True)]
+        features = self._features(context.mask, [0] * len(self._texts))
+        if features is not None:
+            context = dataclasses.replace(context, features=features)
+        with self._untouched("start", context.tokens, context.mask, features):
             self._drafter.start(context)
 
     def commit(self, tokens: Int[Tensor, "batch new"], counts: Int[Tensor, " batch"]) -> None:
-        """Tells what was committed."""
-        with self._untouched("commit", tokens, counts):
-            self._drafter.commit(tokens, counts)
+        """Tells what was committed, with the states of the tokens before."""
+        firsts = [len(text) - 1 for text in self._texts]
+        for text, new, kept in zip(self._texts, tokens.tolist(), counts.tolist(), strict=True):
+            text += new[:kept]
+        features = self._features(torch.arange(tokens.shape[1], device=counts.device) < counts[:, None], firsts)
+        with self._untouched("commit", tokens, counts, features):
+            self._drafter.commit(tokens, counts, *(() if features is None else (features,)))
+
+    def _features(
+        self, real: Bool[Tensor, "batch columns"], firsts: list[int]
+    ) -> Float[Tensor, "batch columns features"] | None:
+        """States of each text from a token on, in the real columns; of its root, and elsewhere, there are none."""
+        if self._states is None:
+            return None
+        found = None
+        for row, (text, first) in enumerate(zip(self._texts, firsts, strict=True)):
+            states: Any = self._states(torch.tensor([text], device=real.device))
+            if not isinstance(states, Tensor) or states.ndim != 3 or states.shape[:2] != (1, len(text)):
+                told = list(states.shape) if isinstance(states, Tensor) else type(states).__name__
+                raise ShapeError(
+                    f"target= must give features [1, {len(text)}, features] of {len(text)} ids, got {told}."
+                )
+            if found is None:
+                found = states.new_full((*real.shape, states.shape[2]), torch.nan)
+            new = states[0, first:-1]
+            found[row, real[row].nonzero().squeeze(1)[: len(new)]] = new
+        return found
 
     def explore(
         self, roots: Int[Tensor, " batch"], valid: Bool[Tensor, " batch"], count: int, depth: int
@@ -150,13 +195,21 @@ class _Check:
             after, self.ask(after, count), "first the committed tokens were drafted, then not, and came one by one"
         )
 
-        # What is learned along the way may move probabilities, so only the proposals are compared.
+        # What is learned along the way may move probabilities, so only the proposals are compared; a drafter that reads
+        # features has learned nothing else.
+        many = _MANY if self._states is None else count
         self.start(self._context)
         for _ in range(_REPEATS):
             self.commit(tokens, counts)
-        continued = self._children(after[0][0], _MANY)
+        continued = self._children(after[0][0], many)
         self.start(self._extended(tokens, counts))
-        fresh = self._children(after[0][0], _MANY)
+        fresh = self._children(after[0][0], many)
+        if self._states is not None:
+            self.same(
+                [(after[0][0], fresh)],
+                [continued],
+                "its text and features are the same, given at first, then committed",
+            )
         for row in going.nonzero().flatten().tolist():
             ours, theirs = _proposals(continued, row, 0), _proposals(fresh, row, 0)
             if ours.keys() != theirs.keys():
@@ -196,11 +249,12 @@ class _Check:
                     )
 
     @contextmanager
-    def _untouched(self, call: str, *tensors: Tensor) -> Iterator[None]:
+    def _untouched(self, call: str, *given: Tensor | None) -> Iterator[None]:
         """Raises if a call changed the tensors it was given."""
+        tensors = [tensor for tensor in given if tensor is not None]
         before = [tensor.clone() for tensor in tensors]
         yield
-        if not all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True)):
+        if not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in zip(tensors, before, strict=True)):
             raise LawError(f"{self._name}.{call} changed the tensors it was given; they are the caller's.")
 
     def _rewind(self) -> None:
@@ -236,6 +290,18 @@ class _Check:
         _check_form(answer, frontier, count, self._context.vocab_size, place)
         _check_values(answer, frontier.valid, place)
         return answer
+
+
+def _states_of(target: Any, layers: tuple[int, ...]) -> States:
+    """What gives the features of a text: a function as it is, a model by its hidden states."""
+    if not hasattr(target, "config"):
+        return target  # type: ignore[no-any-return]  # a function; its answers are checked
+
+    def states(ids: Int[Tensor, "1 seq"]) -> Float[Tensor, "1 seq features"]:
+        found = target(ids, output_hidden_states=True).hidden_states
+        return torch.cat([found[layer] for layer in layers], -1)
+
+    return states
 
 
 def _check_form(answer: Candidates, frontier: Frontier, count: int, vocab: int, place: str) -> None:

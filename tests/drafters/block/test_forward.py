@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import drafters, trees
-from specdec.drafters.block import BlockContext, BlockDrafter, context, heads
+from specdec.drafters import _buffers
+from specdec.drafters.block import BlockContext, BlockDrafter, heads
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext
 from specdec.types import Frontier
@@ -148,7 +149,7 @@ def test_every_tensor_counts(dialect: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dialect", ["dflash_nested", "dflash2", "speculators_dspark"])
 def test_a_window_is_all_that_is_kept(dialect: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts that grow unevenly, in small steps: the outputs are those of the whole text, the buffers stay small."""
-    monkeypatch.setattr(context, "GROWTH", 3)
+    monkeypatch.setattr(_buffers, "STEP", 3)
     written = write(tmp_path, dialect)
     model = drafters.from_pretrained(written.folder, helpers.model()).model
     features = torch.randn(2, 60, model.fc.in_features, dtype=torch.float64)

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from specdec import drafters, trees, verify
-from specdec.drafters.block import BlockDrafter, context
+from specdec.drafters import _buffers
+from specdec.drafters.block import BlockDrafter
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext, TreeBuilder
 from specdec.testing import FAMILIES
@@ -61,7 +62,7 @@ def test_e10_the_context_is_that_of_the_committed_text(
     family: str, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After ragged rounds the cached keys and values are those of a fresh start on the target's true features."""
-    monkeypatch.setattr(context, "GROWTH", 2)
+    monkeypatch.setattr(_buffers, "STEP", 2)
     made, steered = run(family, dialect, TREES["best first"])
     last = steered.kept["_context"]
     target, fresh = helpers.model(family), drafter_of(family, dialect)

@@ -88,14 +88,20 @@ def test_laws_along_random_paths(dialect: str, lengths: list[int], seed: int) ->
     check_children(found, laws, seed, levels=3, vocab=vocab)
 
 
+@pytest.mark.parametrize("source", ["files", "model", "files of transformers"])
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_first_tokens_are_those_of_transformers(dialect: str, tmp_path: Path) -> None:
-    """The same files in transformers' own module, on the keys and values that its own target hands out."""
+def test_first_tokens_are_those_of_transformers(dialect: str, source: str, tmp_path: Path) -> None:
+    """The same files in transformers' own module, that module, and what it saves, which has a dialect of its own."""
     target = target_of(dialect)
     written = write(tmp_path, dialect)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).eval()
     prompt = torch.tensor([[5, 6, 7, 8, 9]])
-    found = drafters.from_pretrained(tmp_path, target)
+    if source == "files of transformers":
+        theirs.save_pretrained(tmp_path / "saved")
+        assert "per_layer_config" in (tmp_path / "saved" / "config.json").read_text()
+    places: dict[str, Any] = {"files": tmp_path, "model": theirs, "files of transformers": tmp_path / "saved"}
+    found = drafters.from_pretrained(places[source], target)
+    assert drafters.inspect(places[source], target).unknown == ()
     asked: list[Any] = []
 
     class Watched:
@@ -123,6 +129,58 @@ def test_first_tokens_are_those_of_transformers(dialect: str, tmp_path: Path) ->
             torch.testing.assert_close(ours[kept], law[kept] / law[kept].sum(), **tolerance)
             assert (int(kept.sum()) < len(ours)) == (written.reference["chosen_centroids"] is not None)
             assert depth == asked.index((token, depth, answer))
+
+
+def test_a_loaded_model_lends_its_weights(tmp_path: Path) -> None:
+    """No copy of them is made, nothing of the model changes, and what is not all there is refused."""
+    target = target_of("plain")
+    written = write(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    before = {name: (value.data_ptr(), value.clone()) for name, value in theirs.state_dict().items()}
+    found = drafters.from_pretrained(theirs, target)
+    for name, ours in found.model.state_dict().items():
+        assert ours.data_ptr() == before[name][0], name
+    assert all(parameter.requires_grad for parameter in theirs.parameters())
+    assert not any(parameter.requires_grad for parameter in found.model.parameters())
+    assert theirs.training is False
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value, before[name][1])
+    assert str(drafters.inspect(theirs, target)).startswith(
+        "Gemma4AssistantForCausalLM: gemma4_assistant in the format"
+    )
+    half = drafters.from_pretrained(theirs, target, dtype=torch.float32)
+    assert half.model.pre_projection.weight.dtype == torch.float32
+    request = {**helpers.batch(helpers.FOUR), "max_new_tokens": 12}
+    steered = Steered(found, helpers.text("ragged", 12, "gemma4"), helpers.RAGGED)
+    made = helpers.speculate(target, steered, trees.BestFirst(nodes=10, depth=3), **request)
+    assert made.output.tolist() == helpers.text("ragged", 12, "gemma4").tolist()
+    assert made.generator.stats.accepted > 0
+    theirs.pre_projection.weight = torch.nn.Parameter(torch.cat([theirs.pre_projection.weight] * 2))
+    with pytest.raises(UnsupportedError, match=r"pre_projection\.weight' has shape \[80, 96\]"):
+        drafters.from_pretrained(theirs, target)
+    with pytest.raises(UnsupportedError, match=r"Gemma4AssistantForCausalLM: tensor '.+' holds no numbers here"):
+        drafters.from_pretrained(theirs.to("meta"), target)
+    with pytest.raises(
+        UnsupportedError, match=r"LlamaForCausalLM: model_type 'llama' and architectures .* are no drafter"
+    ):
+        drafters.from_pretrained(helpers.model(), helpers.model())
+    with pytest.raises(UnsupportedError, match="a drafter that transformers has loaded, got int"):
+        drafters.inspect(3)
+    assert written.folder == tmp_path
+
+
+def test_layers_differ_in_the_dimension_of_heads_alone(tmp_path: Path) -> None:
+    config = write(tmp_path).config
+    for layers, message in (
+        ({"2": {"head_dim": 32, "intermediate_size": 9}}, r"per_layer_config\.2\.intermediate_size is not served"),
+        ({"2": {"head_dim": "32"}}, r"per_layer_config\.2\.head_dim' must be a whole number"),
+        ({"2": 32}, r"per_layer_config\.2' must be an object"),
+        ([32], r"per_layer_config' must be an object"),
+    ):
+        config["text_config"]["per_layer_config"] = layers
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UnsupportedError, match=message):
+            drafters.inspect(tmp_path, target_of("plain"))
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -202,7 +260,6 @@ KEYS: list[tuple[dict[str, Any], str]] = [
     ({"hidden_activation": "silu"}, "hidden_activation 'silu'"),
     ({"layer_types": ["full_attention"]}, "'layer_types' must name a type for each layer"),
     ({"rope_parameters": {"full_attention": {}}}, "'rope_parameters' must have a section for each"),
-    ({"sliding_window": "8"}, "'sliding_window' must be a whole number"),
 ]
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec import drafters
-from specdec.drafters import FeatureDrafter
-from specdec.drafters.feature import cache, drafter
+from specdec.drafters import FeatureDrafter, _buffers
+from specdec.drafters.feature import drafter
 from tests import helpers
 from tests.drafters.feature import eagle_reference
 from tests.drafters.feature.common import check_children, start
@@ -83,7 +83,7 @@ def test_committed_rows_are_those_of_a_fresh_start(pair: Any, seed: int, chunk: 
     source = torch.Generator().manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter, "CHUNK", chunk)
-        patch.setattr(cache, "GROWTH", 1)
+        patch.setattr(_buffers, "STEP", 1)
         texts = start(found, [3, 5], seed)
         for counts in ([2, 1], [0, 3], [1, 0]):
             check_children(found, [law_of(written, reading(written, *text)) for text in texts], seed, levels=2)

@@ -306,7 +306,7 @@ def test_a_missing_member_is_named():
         check_drafter(Half(), context())
 
 
-def test_features_cannot_be_made_up():
+def test_a_reader_of_features_needs_a_target():
     class Reads(Bigram):
         feature_layers = (1, 2)
 
