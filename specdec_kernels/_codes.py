@@ -111,7 +111,7 @@ def _numbers(
         scale = scale.to(tl.float32)
         zero = _read(groups[1], groups[3], at, group, mask, GROUP[2]).to(tl.float32)
     else:
-        scale = _e4m3(scale) * _read(groups[1], groups[3], at, tl.arange(0, 1), rows, 1)
+        scale = e4m3(scale) * _read(groups[1], groups[3], at, tl.arange(0, 1), rows, 1)
     packed = packed.to(tl.uint32)
     if PORTIONS == 1:
         halves = tl.join(_number(packed & 15, 0, GROUP[3]), _number(packed & 240, 4, GROUP[3]))
@@ -145,7 +145,7 @@ def _number(code, SHIFT: tl.constexpr, INTEGERS: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(byte):
+def e4m3(byte):
     """E4M3 numbers of their bytes."""
     bits = byte.to(tl.uint16)
     number = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * _E4M3
