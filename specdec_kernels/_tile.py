@@ -1,9 +1,11 @@
-"""Small pieces of attention kernels: a tile of rows from memory, and a hyperbolic tangent."""
+"""Small pieces of attention kernels: a tile of rows from memory, a mask, queries in bytes, a hyperbolic tangent."""
 
 import triton
 import triton.language as tl
 
 from specdec_kernels._split_sum import LOG2E
+
+_STEPS = tl.constexpr(127.0 * 128.0)  # from zero to the largest number of a query that is written as two bytes
 
 
 @triton.jit
@@ -17,6 +19,29 @@ def read_tile(base, place, stride, readable, WIDTH: tl.constexpr, PADDED: tl.con
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=(column < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def read_scales(tiles, scales, batch_stride, slot_stride, at, TILE: tl.constexpr):
+    """The scale of each slot of a tile, 1 where there are none."""
+    batch, head, tile, page, inner, readable = at
+    if scales is None:
+        return tl.full([TILE], 1.0, tl.float32)
+    elif tiles is not None:
+        return tiles.load([batch.to(tl.int32), head, tile * TILE]).reshape(TILE)
+    else:
+        return tl.load(scales + page * batch_stride + inner * slot_stride, mask=readable, other=0.0)
+
+
+@triton.jit
+def in_two_bytes(q, used):
+    """Used rows as two INT8 numbers each, the high one first, and what the low one counts in."""
+    peak = tl.max(tl.where(used[:, None], tl.abs(q.to(tl.float32)), 0.0))
+    unit = tl.where(peak > 0, peak, 1.0) / _STEPS
+    whole = tl.floor(tl.where(used[:, None], q.to(tl.float32), 0.0) / unit + 0.5).to(tl.int32)
+    upper = (whole + 64) >> 7
+    lower = (whole - (upper << 7)).to(tl.int8)
+    return upper.to(tl.int8), lower, unit
 
 
 @triton.jit

@@ -15,18 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels._codes import columns, groups_of, read_rows
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl, tiled, tiles
 from specdec_kernels._split_sum import LOG2E, combine
-from specdec_kernels._tile import ancestors, read_tile, tanh
+from specdec_kernels._tile import ancestors, in_two_bytes, read_scales, tanh
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes of queries and cache that the kernel takes."""
+"""Dtypes of queries, and of a cache without codes, that the kernel takes."""
 
 TREE_TILES = tl.constexpr(2)
 """Tiles by which the run with the tree is shorter, since it takes longer. On an H200, 1, 2 and 4 differ by 2 %."""
-
-QUERY_STEPS = tl.constexpr(127.0 * 128.0)
-"""Steps from zero to the largest number of a query that is written as two bytes."""
 
 FAINTEST = tl.constexpr(2.0**-60)
 """Smallest size of a part over its denominator to which it is scaled, so that no quotient leaves float32."""
@@ -39,10 +37,14 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
         plan: how the work is cut (`specdec.ops._attention_plan.AttentionPlan`).
     """
-    query, keys, values, visible, blocks = call.query, call.keys, call.values, call.visible, call.blocks
-    depths, sinks, window, softcap = call.pending_depths, call.sinks, call.window, call.softcap
+    query, visible, blocks, depths = call.query, call.visible, call.blocks, call.pending_depths
+    sinks, window, softcap = call.sinks, call.window, call.softcap
+    key_rows, value_rows = call.key_rows, call.value_rows
+    keys, values = key_rows.numbers, value_rows.numbers
+    key_scales, value_scales = key_rows.row_scales, value_rows.row_scales
+    (key_groups, key_group), (value_groups, value_group) = groups_of(key_rows), groups_of(value_rows)
     batch, heads, rows, dim = query.shape
-    kv_heads, value_dim = keys.shape[1], values.shape[3]
+    kv_heads, value_dim = keys.shape[1], value_rows.dim
     groups = heads // kv_heads
     # Rows before heads in memory, so that the next projection reads it without a copy.
     output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
@@ -55,8 +57,8 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     query_blocks = triton.cdiv(rows * groups, plan.block)
     page = keys.shape[2] if blocks is not None else 0
     integer = keys.dtype == torch.int8 and query.dtype != torch.float32
-    kept = (keys, dim), (values, value_dim // plan.portions), (call.key_scales, None), (call.value_scales, None)
-    whole = blocks is None and all(tiled(*each) for each in kept)
+    kept = (keys, dim), (values, value_dim // plan.portions), (key_scales, None), (value_scales, None)
+    whole = blocks is None and not (key_groups or value_groups) and all(tiled(*each) for each in kept)
     _attend[(batch * kv_heads * query_blocks * plan.portions, plan.splits)](
         query,
         keys,
@@ -67,8 +69,10 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         depths,
         call.starts,
         blocks,
-        call.key_scales,
-        call.value_scales,
+        key_scales,
+        value_scales,
+        key_groups,
+        value_groups,
         sinks,
         output,
         lse,
@@ -78,8 +82,8 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         *query.stride(),
         *keys.stride(),
         *values.stride(),
-        *_strides(call.key_scales),
-        *_strides(call.value_scales),
+        *_strides(key_scales),
+        *_strides(value_scales),
         *visible.stride(),
         depths.stride(0),
         depths.stride(1),
@@ -100,6 +104,8 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         PORTIONS=plan.portions,
         DIM_PADDED=max(32 if integer else 16, triton.next_power_of_2(dim)),
         VALUE_PADDED=max(16, triton.next_power_of_2(value_dim // plan.portions)),
+        KEY_GROUP=key_group,
+        VALUE_GROUP=value_group,
         WORDS=visible.shape[2],
         PAGE=page,
         BLOCK=plan.block,
@@ -140,6 +146,8 @@ def _attend(
     blocks,
     key_scales,
     value_scales,
+    key_groups,
+    value_groups,
     sinks,
     output,
     lse,
@@ -189,6 +197,8 @@ def _attend(
     PORTIONS: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
+    KEY_GROUP: tl.constexpr,
+    VALUE_GROUP: tl.constexpr,
     WORDS: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -216,7 +226,7 @@ def _attend(
     row = tl.where(exists, row, 0)
 
     # Queries first: they are the most bytes, and nothing needs them before the first product.
-    column = tl.arange(0, DIM_PADDED)
+    column = columns(DIM, DIM_PADDED, key_groups is not None)
     queries = query + batch * query_batch + head.to(tl.int64) * query_head + row.to(tl.int64) * query_row
     q = tl.load(
         queries[:, None] + column.to(tl.int64)[None, :] * query_dim,
@@ -258,19 +268,18 @@ def _attend(
 
     factor = scale if CAPPED else scale * LOG2E
     if INTEGER:
-        # Queries as two bytes, the high one first: products with INT8 keys are then exact, and keys stay as they are.
-        peak = tl.max(tl.where(used[:, None], tl.abs(q.to(tl.float32)), 0.0))
-        unit = tl.where(peak > 0, peak, 1.0) / QUERY_STEPS
-        q_whole = tl.floor(tl.where(used[:, None], q.to(tl.float32), 0.0) / unit + 0.5).to(tl.int32)
-        q_upper = (q_whole + 64) >> 7
-        q_lower = (q_whole - (q_upper << 7)).to(tl.int8)
-        q_upper = q_upper.to(tl.int8)
+        # Products with INT8 keys are then exact, and keys stay as they are.
+        q_upper, q_lower, unit = in_two_bytes(q, used)
         factor *= unit
     if blocks is not None:
         blocks += batch * block_batch
     kv_head = group.to(tl.int64)
     keys += kv_head * key_head
-    values += kv_head * value_head + portion.to(tl.int64) * VALUE_DIM * value_dim
+    values += kv_head * value_head
+    if value_groups is None:
+        values += portion.to(tl.int64) * VALUE_DIM * value_dim
+    key_source = key_tiles, keys, key_groups, key_batch, key_slot, key_dim
+    value_source = value_tiles, values, value_groups, value_batch, value_slot, value_dim
     if key_scales is not None:
         key_scales += kv_head * key_scale_head
     if value_scales is not None:
@@ -303,12 +312,8 @@ def _attend(
                 else:
                     page = tl.load(blocks + slot // PAGE, mask=readable, other=0).to(tl.int64)
                     inner = (slot % PAGE).to(tl.int64)
-                if key_tiles is not None:
-                    k = key_tiles.load([batch.to(tl.int32), group, tile * TILE, 0]).reshape(TILE, DIM)
-                else:
-                    k = read_tile(
-                        keys, page * key_batch + inner * key_slot, key_dim, readable, DIM, DIM_PADDED, part != 1
-                    )
+                at = batch, group, tile, page, inner, readable
+                k = read_rows(key_source, at, 0, DIM, DIM_PADDED, TILE, 1, KEY_GROUP, part != 1)
                 if INTEGER:
                     products = tl.dot(q_upper, tl.trans(k), out_dtype=tl.int32) * 128
                     scores = tl.dot(q_lower, tl.trans(k), products, out_dtype=tl.int32).to(tl.float32)
@@ -317,28 +322,16 @@ def _attend(
                 if key_scales is None:
                     scores *= factor
                 else:
-                    if key_scale_tiles is not None:
-                        key_scale = key_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
-                    else:
-                        places = key_scales + page * key_scale_batch + inner * key_scale_slot
-                        key_scale = tl.load(places, mask=readable, other=0.0)
+                    key_scale = read_scales(key_scale_tiles, key_scales, key_scale_batch, key_scale_slot, at, TILE)
                     scores *= (key_scale * factor)[None, :]
                 if CAPPED:
                     scores = tanh(scores / softcap) * (softcap * LOG2E)
-                if value_tiles is not None:
-                    v = value_tiles.load([batch.to(tl.int32), group, tile * TILE, portion * VALUE_DIM])
-                    v = v.reshape(TILE, VALUE_DIM)
-                else:
-                    places = page * value_batch + inner * value_slot
-                    v = read_tile(values, places, value_dim, readable, VALUE_DIM, VALUE_PADDED, part != 1)
-                v = v.to(q.dtype)
-                value_scale = tl.full([TILE], 1.0, tl.float32)
-                if value_scales is not None:
-                    if value_scale_tiles is not None:
-                        value_scale = value_scale_tiles.load([batch.to(tl.int32), group, tile * TILE]).reshape(TILE)
-                    else:
-                        places = value_scales + page * value_scale_batch + inner * value_scale_slot
-                        value_scale = tl.load(places, mask=readable, other=0.0)
+                v = read_rows(
+                    value_source, at, portion, VALUE_DIM, VALUE_PADDED, TILE, PORTIONS, VALUE_GROUP, part != 1
+                ).to(q.dtype)
+                value_scale = read_scales(
+                    value_scale_tiles, value_scales, value_scale_batch, value_scale_slot, at, TILE
+                )
                 if part != 1:
                     scores = tl.where(seen, scores, float("-inf"))
                 if part == 0 and STARTS:
@@ -364,7 +357,7 @@ def _attend(
 
     top = tl.where(used, top, float("-inf"))
     total = tl.where(used, total, 0.0)
-    column = tl.arange(0, VALUE_PADDED)
+    column = columns(VALUE_DIM, VALUE_PADDED, value_groups is not None and PORTIONS == 1)
     inside = exists[:, None] & (column < VALUE_DIM)[None, :]
     heads = KV_HEADS * GROUPS
     place = (batch * heads + head) * rows + row

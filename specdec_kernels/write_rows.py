@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels._pack import to_int4, to_nvfp4
+from specdec_kernels._rounding import nearest, to_e4m3
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of rows, and of buffers that hold them as they are, that the kernel takes."""
 
@@ -22,9 +25,6 @@ NUMBERS = 1024
 
 _INT8 = tl.constexpr(1 / 127)
 _E4M3 = tl.constexpr(1 / 448)
-_UNIT = tl.constexpr(1.5 * 2**23)  # added to a small number, this leaves its nearest integer, ties to even
-_TINY = tl.constexpr(2.0**14)  # added to a number below 2 ** -6, this leaves its E4M3 code
-_TINY_BITS = tl.constexpr((127 + 14) << 23)
 
 
 def launch(keys: Any, values: Any, slots: Tensor) -> None:
@@ -32,6 +32,7 @@ def launch(keys: Any, values: Any, slots: Tensor) -> None:
     sides = (keys, values)
     batch, heads, new, _ = keys.rows.shape
     rows, scales = [side.parts[0] for side in sides], [side.parts[-1] for side in sides]
+    groups = [side.parts[len(side.parts) // 2] for side in sides]
     dims = [side.rows.shape[3] for side in sides]
     padded = [triton.next_power_of_2(dim) for dim in dims]
     # A row is rotated in runs of the largest power of two that divides it; a run of one stays as it is.
@@ -41,12 +42,14 @@ def launch(keys: Any, values: Any, slots: Tensor) -> None:
     with torch.cuda.device_of(slots):
         _write[(batch * new * head_blocks, 2)](
             tuple(side.rows for side in sides),
-            tuple(part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part for part in rows),
+            tuple(map(_as_bytes, rows)),
+            tuple(map(_as_bytes, groups)),
             tuple(scales),
             slots,
             tuple(side.rows.stride() for side in sides),
             tuple(part.stride() for part in rows),
-            tuple(part.stride()[:3] for part in scales),
+            tuple(part.stride() for part in groups),
+            tuple(part.stride() for part in scales),
             *slots.stride(),
             new,
             heads,
@@ -55,6 +58,7 @@ def launch(keys: Any, values: Any, slots: Tensor) -> None:
             FORMS=tuple(side.form for side in sides),
             DIMS=tuple(dims),
             PADDED=tuple(padded),
+            GROUPS=tuple(side.group for side in sides),
             STAGES=tuple(stages),
             NORMS=tuple(2 ** (-stage / 2) for stage in stages),
             BLOCK=block,
@@ -62,14 +66,20 @@ def launch(keys: Any, values: Any, slots: Tensor) -> None:
         )
 
 
+def _as_bytes(part: Tensor) -> Tensor:
+    return part.view(torch.uint8) if part.dtype == torch.float8_e4m3fn else part
+
+
 @triton.jit(do_not_specialize=["new", "heads", "head_blocks", "capacity"])
 def _write(
     sources,
     rows,
+    groups,
     scales,
     slots,
     source_strides,
     row_strides,
+    group_strides,
     scale_strides,
     slot_batch,
     slot_new,
@@ -80,6 +90,7 @@ def _write(
     FORMS: tl.constexpr,
     DIMS: tl.constexpr,
     PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
     NORMS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -101,11 +112,26 @@ def _write(
             x = tl.load(start + head[:, None] * strides[1] + column[None, :] * strides[3], mask=inside, other=0.0)
             if STAGES[side] > 0:
                 x = _rotate(x.to(tl.float32), BLOCK, PADDED[side], STAGES[side]) * NORMS[side]
-            strides = row_strides[side]
-            start = rows[side] + batch * strides[0] + slot * strides[2]
-            targets = start + head[:, None] * strides[1] + column[None, :] * strides[3]
+            targets = _places(rows[side], row_strides[side], batch, head, slot, column)
             if FORMS[side] == "plain":
                 tl.store(targets, x.to(rows[side].dtype.element_ty), mask=inside)
+            elif GROUPS[side] > 0:
+                x = x.to(tl.float32)
+                if FORMS[side] == "int4":
+                    packed, scale, other = to_int4(x, BLOCK, PADDED[side], GROUPS[side])
+                else:
+                    packed, scale, other = to_nvfp4(x, BLOCK, PADDED[side], GROUPS[side])
+                    other = other[:, None]
+                kept = exists[:, None]
+                column = tl.arange(0, PADDED[side] // 2)
+                targets = _places(rows[side], row_strides[side], batch, head, slot, column)
+                tl.store(targets, packed.to(tl.uint8), mask=kept)
+                column = tl.arange(0, PADDED[side] // GROUPS[side])
+                targets = _places(groups[side], group_strides[side], batch, head, slot, column)
+                tl.store(targets, scale.to(groups[side].dtype.element_ty), mask=kept)
+                column = tl.arange(0, other.shape[1])
+                targets = _places(scales[side], scale_strides[side], batch, head, slot, column)
+                tl.store(targets, other, mask=kept)
             else:
                 x = x.to(tl.float32)
                 # Numbers without a sign are ordered as their bits are, NaN above all: a broken row has a broken scale.
@@ -113,10 +139,17 @@ def _write(
                 scale = largest * (_INT8 if FORMS[side] == "int8" else _E4M3)
                 step = tl.broadcast_to(tl.where(scale == 0, 1.0, scale)[:, None], [BLOCK, PADDED[side]])
                 x = tl.div_rn(x, step)
-                code = _round(x) if FORMS[side] == "int8" else _to_e4m3(x)
+                code = nearest(x, -127.0, 127.0) if FORMS[side] == "int8" else to_e4m3(x)
                 tl.store(targets, code.to(rows[side].dtype.element_ty), mask=inside)
                 strides = scale_strides[side]
                 tl.store(scales[side] + batch * strides[0] + slot * strides[2] + head * strides[1], scale, mask=exists)
+
+
+@triton.jit
+def _places(base, strides, batch, head, slot, column):
+    """Where numbers of a slot lie, for some heads."""
+    start = base + batch * strides[0] + slot * strides[2]
+    return start + head[:, None] * strides[1] + column.to(tl.int64)[None, :] * strides[3]
 
 
 @triton.jit
@@ -132,22 +165,3 @@ def _rotate(x, ROWS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr):
         differences = tl.expand_dims(tl.sum(tl.where(second, -pairs, pairs), 2), 2)
         x = tl.reshape(tl.where(second, differences, sums), [ROWS, WIDTH])
     return x
-
-
-@triton.jit
-def _round(x):
-    """The nearest integer from -127 to 127, ties to even, in the low byte."""
-    x = tl.minimum(tl.maximum(x, -127.0), 127.0)
-    return (x + _UNIT).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _to_e4m3(x):
-    """The nearest E4M3 code, ties to even, what is too large as the largest."""
-    bits = tl.minimum(tl.maximum(x, -448.0), 448.0).to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits &= 0x7FFFFFFF
-    tiny = (bits.to(tl.float32, bitcast=True) + _TINY).to(tl.int32, bitcast=True) - _TINY_BITS
-    # Cut to three bits of the fraction, the exponent counted from 7 instead of 127.
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    return tl.where(bits < 121 << 23, tiny, normal) | sign

@@ -6,6 +6,8 @@ A spill would show in no test and in every timing; a compile for an architecture
 """
 
 import argparse
+import itertools
+import math
 import re
 import subprocess
 import tempfile
@@ -41,7 +43,33 @@ SHAPES = {
 """Key/value heads, query heads per group, rows, dimension."""
 
 
-ABSENT = ("starts", "blocks", "sinks", "key_scales", "value_scales", "key_scale_tiles", "value_scale_tiles")
+STORED = {
+    "h8g4d128.rows16": (("int8", "int8"), ("int8", "int4"), ("int4", "int4"), ("nvfp4", "nvfp4")),
+    "h2g8d256.rows16": (("int4", "int4"), ("nvfp4", "nvfp4")),
+    "h2g8d512.rows16": (("int4", "int4"),),
+}
+"""Shapes that are compiled once more for codes of keys and values."""
+
+BF16 = ("bf16", "bf16")
+SIZES = {"bf16": 2, "int8": 1, "int4": 0.5, "nvfp4": 0.5}
+CODES = {"bf16": "bf16", "int8": "i8", "int4": "u8", "nvfp4": "u8"}
+GROUPS = {"int4": 32, "nvfp4": 16}
+SCALES = {"int4": ("*fp16", "*fp16"), "nvfp4": ("*u8", "*fp32")}
+"""Of groups, and what else belongs to codes of four bits."""
+
+DIVISIBLE = [["tt.divisibility", 16]]
+PLAIN = {
+    "window",
+    "rows",
+    "pending",
+    "query_blocks",
+    "splits",
+    "visible_row",
+    "visible_batch",
+    "depth_batch",
+    "length_batch",
+}
+"""Numbers of which the compiler knows nothing."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +88,11 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     arguments = parser.parse_args()
     figures = {}
-    for target in arguments.target or TARGETS:
-        for name in arguments.shape or SHAPES:
-            found = resources(target, name)
-            print(f"{target:8}{name:18}{found}", flush=True)
+    for target, shape in itertools.product(arguments.target or TARGETS, arguments.shape or SHAPES):
+        for forms in (BF16, *STORED.get(shape, ())):
+            found = resources(target, shape, forms)
+            name = shape if forms == BF16 else f"{shape}.{'_'.join(dict.fromkeys(forms))}"
+            print(f"{target:8}{name:26}{found}", flush=True)
             figures[f"registers.{target}.{name}"] = report.figure(found.registers, "registers", "255 of a thread")
             figures[f"stack.{target}.{name}"] = report.figure(found.stack, "bytes", "0 without spills")
             limit = SHARED_LIMIT[target]
@@ -77,13 +106,14 @@ def main() -> None:
         )
 
 
-def resources(target: str, shape: str) -> Resources:
-    """Compiles the attention kernel for one shape."""
+def resources(target: str, shape: str, forms: tuple[str, str] = BF16) -> Resources:
+    """Compiles the attention kernel for one shape, with keys and values stored in these forms."""
     kv_heads, groups, rows, dim = SHAPES[shape]
-    problem = ops.AttentionShape(1, kv_heads * groups, kv_heads, rows, 32_768, dim)
+    sizes = (SIZES[form] for form in forms)
+    problem = ops.AttentionShape(1, kv_heads * groups, kv_heads, rows, 32_768, dim, None, *sizes)
     plan = make_plan(problem, Device(shared_memory=SHARED_LIMIT[target] * 1024), deterministic=False)
     compiled = triton.compile(
-        source(groups, kv_heads, dim, plan, tiled=target in TILED),
+        source(groups, kv_heads, dim, plan, forms, tiled=target in TILED),
         target=TARGETS[target],
         options={"num_warps": plan.warps, "num_stages": plan.stages},
     )
@@ -101,12 +131,12 @@ def resources(target: str, shape: str) -> Resources:
 
 
 def source(
-    groups: int, kv_heads: int, dim: int, plan: AttentionPlan, dtype: str = "bf16", *, tiled: bool = True
+    groups: int, kv_heads: int, dim: int, plan: AttentionPlan, forms: tuple[str, str] = BF16, *, tiled: bool = True
 ) -> ASTSource:
-    """The kernel as it is launched for contiguous rows: last strides 1, the others divisible by 16."""
+    """The kernel as it is launched for BF16 queries and contiguous rows: last strides 1, the others divisible by 16."""
     kernel: Any = tree_attention._attend
     constants: dict[str, Any] = {
-        **dict.fromkeys(ABSENT if tiled else (*ABSENT, "key_tiles", "value_tiles")),
+        **dict.fromkeys(("starts", "blocks", "sinks")),
         **dict.fromkeys(("query_dim", "key_dim", "value_dim", "output_dim", "visible_word", "depth_row"), 1),
         "GROUPS": groups,
         "KV_HEADS": kv_heads,
@@ -123,38 +153,53 @@ def source(
         "SPLIT_TILES": plan.split_tiles,
         "WINDOWED": False,
         "CAPPED": False,
-        "INTEGER": False,
+        "INTEGER": forms[0] == "int8",
         "STARTS": False,
         "LATE": tiled,
     }
-    pointers = dict.fromkeys(("query", "keys", "values", "output"), f"*{dtype}")
-    pointers |= dict.fromkeys(("visible", "lengths", "depths"), "*i64")
-    pointers |= dict.fromkeys(("lse", "tops", "totals"), "*fp32") | {"parts": "*fp16"}
-    plain = {
-        "window",
-        "rows",
-        "pending",
-        "query_blocks",
-        "splits",
-        "visible_row",
-        "visible_batch",
-        "depth_batch",
-        "length_batch",
-    }
-    signature, attributes = {}, {}
-    for index, name in enumerate(kernel.arg_names):
+    types: dict[str, Any] = dict.fromkeys(("query", "output"), "*bf16") | {"scale": "fp32", "softcap": "fp32"}
+    types |= dict.fromkeys(("visible", "lengths", "depths"), "*i64")
+    types |= dict.fromkeys(("lse", "tops", "totals"), "*fp32") | {"parts": "*fp16"}
+    whole = tiled and not any(form in GROUPS for form in forms)
+    for side, form, width in zip(("key", "value"), forms, (dim, dim // plan.portions), strict=True):
+        types[f"{side}s"] = f"*{CODES[form]}"
+        tiles = {
+            f"{side}_tiles": f"tensordesc<{CODES[form]}[1, 1, {plan.tile}, {width}]>",
+            f"{side}_scale_tiles": f"tensordesc<fp32[1, 1, {plan.tile}]>" if form == "int8" else None,
+        }
+        given = {**tiles} if whole else dict.fromkeys(tiles)
+        given[f"{side}_scales"] = "*fp32" if form == "int8" else None
+        strides = ("i32", "i32", "i32", "constexpr")
+        given[f"{side}_groups"] = (*SCALES[form], strides, strides) if form in GROUPS else None
+        types |= {name: kind for name, kind in given.items() if kind}
+        constants |= {name: None for name, kind in given.items() if not kind} | {
+            f"{side.upper()}_GROUP": (0, 0, 0, False)
+        }
+        if form == "int8":
+            constants[f"{side}_scale_slot"] = 1
+        if form in GROUPS:
+            common = math.gcd(GROUPS[form], dim // 2)
+            group = (GROUPS[form], common & -common, dim // GROUPS[form], form == "int4")
+            constants[f"{side.upper()}_GROUP"] = group
+    return ASTSource(kernel, *_described(kernel.arg_names, types, constants))
+
+
+def _described(
+    names: list[str], types: dict[str, Any], constants: dict[str, Any]
+) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
+    """Types, constants and divisibility of the arguments as the compiler wants them."""
+    signature, values, attributes = {}, {}, {}
+    for index, name in enumerate(names):
+        signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         if name in constants:
-            signature[name] = "constexpr"
-        elif name in ("key_tiles", "value_tiles"):
-            width = dim // (plan.portions if name == "value_tiles" else 1)
-            signature[name] = f"tensordesc<{dtype}[1, 1, {plan.tile}, {width}]>"
-        elif name in ("scale", "softcap"):
-            signature[name] = "fp32"
-        else:
-            signature[name] = pointers.get(name, "i32")
-            if name not in plain:
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(kernel, signature, constants, attributes)
+            values[(index,)] = constants[name]
+        elif name in ("key_groups", "value_groups"):
+            values |= {(index, 2, 3): 1, (index, 3, 3): 1}
+            attributes |= dict.fromkeys(((index, 0), (index, 1)), DIVISIBLE)
+            attributes |= {(index, place, axis): DIVISIBLE for place in (2, 3) for axis in range(2)}
+        elif name not in PLAIN and not signature[name].startswith(("tensordesc", "fp32")):
+            attributes[(index,)] = DIVISIBLE
+    return signature, values, attributes
 
 
 if __name__ == "__main__":

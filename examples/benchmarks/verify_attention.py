@@ -19,7 +19,16 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from specdec import kv, ops
+from specdec.protocols import KVCodec
 from specdec.trees import topology
+
+CODECS: dict[str, tuple[KVCodec, KVCodec]] = {
+    "int8": (kv.Int8(), kv.Int8()),
+    "int8_int4": (kv.Int8(), kv.Int4()),
+    "int4": (kv.Int4(), kv.Int4()),
+    "nvfp4": (kv.NVFP4(), kv.NVFP4()),
+}
+"""Of keys and values."""
 
 SHAPES = {"h8g4d128": (8, 4, 128), "h4g6d256": (4, 6, 256), "h2g8d256": (2, 8, 256), "h2g8d512": (2, 8, 512)}
 CONTEXTS = (32_768, 8_192)
@@ -27,7 +36,7 @@ L2_BYTES = 300e6
 
 
 def main() -> None:
-    """Times every shape at both contexts, then the article's shape without splits, then INT8."""
+    """Times every shape at both contexts, then the article's shape without splits, then codes."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=16)
     arguments = parser.parse_args()
@@ -52,8 +61,12 @@ def main() -> None:
         ratio = seconds(problem.unsplit) / seconds(problem.ours)
         figures[f"vs_unsplit.gemma4_full.b{batch}"] = report.figure(ratio, "times", "the same kernel without splits")
     problem = Problem(8, 4, 128, arguments.rows, 32_768)
-    ratio = seconds(problem.ours) / seconds(problem.int8)
-    figures["int8_over_bf16_speed.l32768.rows16.h8g4d128"] = report.figure(ratio, "times", "BF16 keys and values")
+    plain = seconds(problem.ours)
+    for name, codecs in CODECS.items():
+        ratio = plain / seconds(problem.coded(codecs))
+        figures[f"{name}_over_bf16_speed.l32768.rows16.h8g4d128"] = report.figure(
+            ratio, "times", "BF16 keys and values"
+        )
     save(figures, quiet=False)
 
 
@@ -81,8 +94,6 @@ class Problem:
         self.depths = (sees.sum(-1) - 1).cuda()
         self.lengths = torch.full((batch,), context, device="cuda")
         self.mask = torch.cat([sees.new_ones(batch, rows, context), sees], -1)[:, None].cuda()
-        codec = kv.Int8()
-        self.codes = [tuple(codec.encode(rows_) for rows_ in cache) for cache in self.caches]
 
     def ours(self, turn: int) -> Tensor:
         """The op as it plans."""
@@ -99,10 +110,18 @@ class Problem:
         finally:
             module.make_plan = planned
 
-    def int8(self, turn: int) -> Tensor:
-        """The op over INT8 codes."""
-        (keys, key_scales), (values, value_scales) = self.codes[turn % len(self.codes)]
-        return self._attend(keys, values, key_scales=key_scales, value_scales=value_scales)
+    def coded(self, codecs: tuple[KVCodec, KVCodec]) -> Callable[[int], Tensor]:
+        """The op over codes; checked against the op over what they stand for."""
+        caches = [[codec.encode(rows) for codec, rows in zip(codecs, cache, strict=True)] for cache in self.caches]
+
+        def attend(turn: int) -> Tensor:
+            (keys, *key_scales), (values, *value_scales) = caches[turn % len(caches)]
+            scales = [each[0] if len(each) == 1 else tuple(each) for each in (key_scales, value_scales)]
+            return self._attend(keys, values, key_scales=scales[0], value_scales=scales[1])
+
+        decoded = (codec.decode(parts, dtype=torch.bfloat16) for codec, parts in zip(codecs, caches[0], strict=True))
+        torch.testing.assert_close(attend(0), self._attend(*decoded), rtol=2e-2, atol=2e-3)
+        return attend
 
     def sdpa(self, turn: int) -> Tensor:
         """Masked attention of torch."""

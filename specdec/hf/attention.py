@@ -26,6 +26,9 @@ CONTEXT = "specdec_tree_context"
 Attention: TypeAlias = Literal["auto", "model", "reference", "triton"]
 """Who computes the attention of a verify forward: the model's own function with a mask, or `ops.tree_attention`."""
 
+Scales: TypeAlias = Tensor | tuple[Tensor, Tensor] | None
+"""What `ops.tree_attention` takes as scales of keys or values."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
@@ -164,9 +167,10 @@ def read(
     """`ops.tree_attention` over rows as they are stored.
 
     What the op can read is handed on: a rotation of the keys is made up for by rotating the few queries, one of the
-    values by rotating the output.
+    values by rotating the output. What all keys of a head have in common adds the same number to all scores of a
+    query: a softmax does not see it, unless scores are capped or compared with a sink.
     """
-    keys, key_scales, rotated = stored(key)
+    keys, key_scales, rotated = stored(uncentred(key) if _scores_shift(options) else key)
     values, value_scales, turned = stored(value)
     attended = ops.tree_attention(
         ops.hadamard(query).to(query.dtype) if rotated else query,
@@ -184,15 +188,28 @@ def read(
     return output.transpose(1, 2)
 
 
-def stored(rows: Encoded) -> tuple[Tensor, Tensor | None, bool]:
-    """Rows as the op reads them: numbers or codes, scales of codes, whether they are still rotated."""
+def _scores_shift(options: dict[str, Any]) -> bool:
+    """Whether the same number may be added to all scores of a query."""
+    return options.get("softcap") is None and options.get("sinks") is None
+
+
+def uncentred(rows: Encoded) -> Encoded:
+    """Rows without what all of a head have in common, if that is stored on its own."""
+    if not isinstance(rows.codec, kv.Centered):
+        return rows
+    return Encoded(rows.codec.inner, rows.parts, rows.state[1:], rows.dtype)
+
+
+def stored(rows: Encoded) -> tuple[Tensor, Scales, bool]:
+    """Rows as the op reads them: numbers or codes, what belongs to codes, whether they are still rotated."""
     codec, rotated = rows.codec, False
     if isinstance(codec, kv.Hadamard):
         codec, rotated = codec.inner, True
-    if isinstance(codec, kv.Int8):
-        return rows.parts[0], rows.parts[1], rotated
-    if isinstance(codec, kv.FP8):
-        codes = rows.parts[0].view(torch.float8_e4m3fn)
-        scales = rows.parts[1] if codec.scale == "token" else rows.state[0].expand(*codes.shape[:3], 1)
-        return codes, scales, rotated
+    match codec, rows.parts:
+        case kv.FP8(scale="head"), (codes,):
+            return codes, rows.state[0].expand(*codes.shape[:3], 1), rotated
+        case kv.Int8() | kv.FP8(), (codes, scales):
+            return codes, scales, rotated
+        case kv.Int4() | kv.NVFP4(), (codes, scales, others):
+            return codes, (scales, others), rotated
     return rows.decode(), None, False

@@ -209,11 +209,12 @@ class FixedCache(compat.Cache):
         place, index = self._places[layer]
         stack, forward = self.stacks[place], self._forwards[place]
         stored = [half.layer(index, rows.dtype) for half, rows in zip(stack.halves, (keys, values), strict=True)]
-        if all(_written(half.codec) for half in stack.halves):
-            rotated = [isinstance(half.codec, kv.Hadamard) for half in stack.halves]
+        sides = [_uncentred(half, rows) for half, rows in zip(stored, (keys, values), strict=True)]
+        if all(_written(codec) for codec, _ in sides):
+            rotated = [isinstance(codec, kv.Hadamard) for codec, _ in sides]
             ops.write_rows(
-                keys,
-                values,
+                sides[0][1],
+                sides[1][1],
                 stored[0].parts,
                 stored[1].parts,
                 forward.slots,
@@ -277,7 +278,16 @@ def _kind(layer: RowLayer) -> Any:
     return layer.sliding_window, layer.base, sides
 
 
+def _uncentred(stored: Encoded, rows: Tensor) -> tuple[KVCodec, Tensor]:
+    """The codec below one that subtracts a mean, and rows less that mean."""
+    if isinstance(stored.codec, kv.Centered):
+        return stored.codec.inner, rows.float() - stored.state[0]
+    return stored.codec, rows
+
+
 def _written(codec: KVCodec) -> bool:
     """Whether `ops.write_rows` can encode for a codec."""
     inner = codec.inner if isinstance(codec, kv.Hadamard) else codec
-    return isinstance(inner, kv.Plain | kv.Int8) or (isinstance(inner, kv.FP8) and inner.scale == "token")
+    return isinstance(inner, kv.Plain | kv.Int8 | kv.Int4 | kv.NVFP4) or (
+        isinstance(inner, kv.FP8) and inner.scale == "token"
+    )

@@ -8,8 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
-
-LARGEST = 15
+from specdec.ops.quantize import from_int4, to_int4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +49,13 @@ class Int4:
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Packed codes `[..., dim / 2]`, scales and zero points `[..., groups]`."""
         self._check(rows.shape[-1])
-        groups = rows.float().unflatten(-1, (-1, self.group))
-        lowest, highest = groups.amin(-1), groups.amax(-1)
-        # Codes are chosen for the rounded scale and zero point: what is decoded is as near as it can be.
-        scales, zeros = to_half((highest - lowest) / LARGEST), to_half(lowest)
-        steps = scales.float().masked_fill(scales == 0, 1).unsqueeze(-1)
-        codes = ((groups - zeros.float().unsqueeze(-1)) / steps).round_().clamp_(0, LARGEST)
-        return pack_nibbles(codes.to(torch.uint8).flatten(-2)), scales, zeros
+        return to_int4(rows, self.group)
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales plus zero points."""
-        packed, scales, zeros = parts
-        codes = unpack_nibbles(packed).float().unflatten(-1, (-1, self.group))
-        rows: Tensor = (codes * scales.float().unsqueeze(-1) + zeros.float().unsqueeze(-1)).flatten(-2)
-        return rows.to(dtype)
+        return from_int4(*parts).to(dtype)
 
     def _check(self, dim: int) -> None:
         if dim % 2:
@@ -75,24 +65,3 @@ class Int4:
                 f"Int4: rows of {dim} numbers have no whole groups of {self.group}; give it a group that divides "
                 f"{dim}, such as Int4(group={math.gcd(dim, self.group)})."
             )
-
-
-def to_half(numbers: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
-    """float16, clamped to its finite range."""
-    limit = torch.finfo(torch.float16).max
-    return numbers.clamp(-limit, limit).half()
-
-
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Codes below 16 `[..., dim]` as bytes `[..., dim / 2]`: the second half of the row in the high bits.
-
-    >>> pack_nibbles(torch.tensor([1, 2, 3, 4], dtype=torch.uint8)).tolist()
-    [49, 66]
-    """
-    low, high = codes.chunk(2, -1)
-    return low | (high << 4)
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """Inverse of `pack_nibbles`."""
-    return torch.cat([packed & 15, packed >> 4], -1)

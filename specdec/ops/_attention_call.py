@@ -10,8 +10,7 @@ from torch import Tensor
 from specdec.errors import ShapeError
 from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._attention_plan import AttentionShape
-
-STORED = {torch.int8, torch.float8_e4m3fn}
+from specdec.ops._stored_rows import StoredRows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +25,22 @@ class AttentionCall:
     depths: Tensor | None
     starts: Tensor | None
     blocks: Tensor | None
-    key_scales: Tensor | None
-    value_scales: Tensor | None
+    key_scales: Tensor | tuple[Tensor, ...] | None
+    value_scales: Tensor | tuple[Tensor, ...] | None
     scale: float
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+
+    @property
+    def key_rows(self) -> StoredRows:
+        """The keys as they are stored."""
+        return StoredRows(self.keys, _parts(self.key_scales))
+
+    @property
+    def value_rows(self) -> StoredRows:
+        """The values as they are stored."""
+        return StoredRows(self.values, _parts(self.value_scales))
 
     @property
     def pending_depths(self) -> Tensor:
@@ -57,9 +66,24 @@ class AttentionCall:
         demand(query.dim() == 4, f"query must be [batch, heads, rows, dim], got {list(query.shape)}")
         batch, heads, rows, dim = query.shape
         lead = "[pages, kv_heads, page" if blocks is not None else "[batch, kv_heads, slots"
+        stored = {"key": self.key_rows, "value": self.value_rows}
+        for name, side in stored.items():
+            kinds = [type(scale).__name__ for scale in side.scales]
+            demand(
+                all(isinstance(scale, Tensor) for scale in side.scales),
+                f"{name}_scales must be a tensor, a pair of tensors or None, got {kinds}",
+            )
+            form = side.form if side.scales or side.codes.dtype == query.dtype else ""
+            demand(
+                form != "",
+                f"{name}s must be {query.dtype} like query, or int8 or float8_e4m3fn codes with {name}_scales in "
+                f"float32, or uint8 codes in pairs with the two {name}_scales of kv.Int4 or kv.NVFP4, got "
+                f"{side.codes.dtype} with {[scale.dtype for scale in side.scales] or 'no scales'}",
+            )
+        width = f"{dim} / 2" if stored["key"].packed else str(dim)
         demand(
-            keys.dim() == 4 and keys.shape[3] == dim and (blocks is not None or keys.shape[0] == batch),
-            f"keys must be {lead}, {dim}] for queries {list(query.shape)}, got {list(keys.shape)}",
+            keys.dim() == 4 and stored["key"].dim == dim and (blocks is not None or keys.shape[0] == batch),
+            f"keys must be {lead}, {width}] for queries {list(query.shape)}, got {list(keys.shape)}",
         )
         demand(
             values.dim() == 4 and values.shape[:3] == keys.shape[:3],
@@ -102,15 +126,11 @@ class AttentionCall:
             f"a window counts positions, its own included, so from 1 on; got {window}",
         )
         demand(softcap is None or 0 < softcap < math.inf, f"softcap must be above 0, got {softcap}")
-        for name, stored, scales in (("key", keys, self.key_scales), ("value", values, self.value_scales)):
-            wanted = f"{name}s must be {query.dtype} like query, or int8 or float8_e4m3fn with {name}_scales"
-            demand(stored.dtype in (STORED if scales is not None else {query.dtype}), f"{wanted}, got {stored.dtype}")
-            demand(
-                scales is None or (scales.shape == (*stored.shape[:3], 1) and scales.dtype == torch.float32),
-                f"{name}_scales must be float32 {[*stored.shape[:3], 1]}, got {getattr(scales, 'dtype', None)} "
-                f"{list(getattr(scales, 'shape', ()))}",
-            )
+        for name, side in stored.items():
+            wrong = side.mismatch()
+            demand(not wrong, f"{name}_scales must be those of {side.form} codes {list(side.codes.shape)}, got {wrong}")
         tensors = [getattr(self, name) for name in self.__slots__]
+        tensors += [scale for side in stored.values() for scale in side.scales]
         away = [each.device for each in tensors if isinstance(each, Tensor) and each.device != query.device]
         demand(not away, f"all tensors must be on {query.device}, got one on {away[:1]}")
         slots = keys.shape[2] * (blocks.shape[1] if blocks is not None else 1)
@@ -128,6 +148,13 @@ class AttentionCall:
             rows=rows,
             slots=slots if window is None else min(slots, window + pending),
             dim=dim,
-            value_dim=values.shape[3],
-            bytes_per_element=keys.element_size(),
+            value_dim=stored["value"].dim,
+            bytes_per_element=stored["key"].bytes_per_element,
+            value_bytes_per_element=stored["value"].bytes_per_element,
         )
+
+
+def _parts(scales: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    if scales is None:
+        return ()
+    return scales if isinstance(scales, tuple) else (scales,)

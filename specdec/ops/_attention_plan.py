@@ -39,7 +39,8 @@ class AttentionShape:
         slots: cache slots that may be read per batch row (with a window: the window and the tree).
         dim: dimension of a key.
         value_dim: dimension of a value; None is `dim`.
-        bytes_per_element: size of a cached number.
+        bytes_per_element: size of a cached number; half a byte for codes of four bits. Scales do not count.
+        value_bytes_per_element: the same for values; None is as for keys.
     """
 
     batch: int
@@ -49,7 +50,8 @@ class AttentionShape:
     slots: int
     dim: int
     value_dim: int | None = None
-    bytes_per_element: int = 2
+    bytes_per_element: int | float = 2
+    value_bytes_per_element: int | float | None = None
 
     def __post_init__(self) -> None:
         if min(self.heads, self.kv_heads, self.dim) < 1 or self.heads % self.kv_heads:
@@ -61,8 +63,19 @@ class AttentionShape:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values that one pass over the cache reads."""
-        width = self.dim + (self.dim if self.value_dim is None else self.value_dim)
-        return self.batch * self.kv_heads * self.slots * width * self.bytes_per_element
+        slot = sum(width * size for width, size in zip(self.dims, self.sizes, strict=True))
+        return int(self.batch * self.kv_heads * self.slots * slot)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Dimension of a key and of a value."""
+        return self.dim, self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def sizes(self) -> tuple[int | float, int | float]:
+        """Bytes of a number of a key and of a value."""
+        values = self.value_bytes_per_element
+        return self.bytes_per_element, self.bytes_per_element if values is None else values
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +181,8 @@ def occupancy(
 
 def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> AttentionPlan:
     """The launch for a problem on a device."""
-    value_dim = shape.dim if shape.value_dim is None else shape.value_dim
-    widest, packed = max(shape.dim, value_dim), shape.rows * (shape.heads // shape.kv_heads)
+    value_dim = shape.dims[1]
+    widest, packed = max(shape.dims), shape.rows * (shape.heads // shape.kv_heads)
     cut = functools.partial(_cut, shape, device, deterministic=deterministic)
     if 128 < widest <= 256 and not deterministic:
         # Two work items for the same slots, beside each other: half as many partial sums are written and read.
@@ -187,7 +200,7 @@ def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> 
 
 def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1, deterministic: bool) -> AttentionPlan:
     """The launch with tiles of at most so many rows, and values in so many portions."""
-    widest = max(shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
+    widest = max(shape.dims)
     packed = shape.rows * (shape.heads // shape.kv_heads)
     block = min(most, max(16, 1 << (packed - 1).bit_length()))
     tile, stages = (64, 4 if shape.bytes_per_element > 1 else 3) if widest <= 128 else (32, 4)
@@ -200,7 +213,7 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
     tiles = -(-shape.slots // tile)
     work = shape.batch * shape.kv_heads * portions * -(-packed // block)
     # Bytes of a tile arrive faster than one block of eight-bit numbers is multiplied; two share a multiprocessor.
-    resident = 2 if widest <= 128 and shape.bytes_per_element == 1 else 1
+    resident = 2 if widest <= 128 and shape.bytes_per_element <= 1 else 1
     if deterministic:
         # Aligned runs may begin before the first visible slot and end after the last one.
         splits, split_tiles = -(-shape.slots // FIXED_SPLIT) + 1, FIXED_SPLIT // tile
@@ -218,14 +231,15 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
 
 
 def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int, portions: int) -> int:
-    """Shared memory of a thread block: queries, tiles in flight, and eight-bit values as the tensor cores take them."""
-    dim, value_dim = (
-        1 << (width - 1).bit_length()
-        for width in (shape.dim, shape.dim if shape.value_dim is None else shape.value_dim)
-    )
-    size = max(2, shape.bytes_per_element)  # of a query
-    rows = stages * tile * (dim + value_dim // portions) * shape.bytes_per_element
-    widened = size * tile * value_dim // portions + 16 * 1024 if shape.bytes_per_element == 1 else 0
+    """Shared memory of a thread block: queries, tiles in flight, and codes widened as the tensor cores take them."""
+    dim, value_dim = (1 << (width - 1).bit_length() for width in shape.dims)
+    key_size, value_size = shape.sizes
+    size = max(2, int(key_size), int(value_size))  # of a query
+    rows = int(stages * tile * (dim * key_size + value_dim // portions * value_size))
+    spare = 16 * 1024
+    widened = size * tile * value_dim // portions + spare if value_size <= 1 else 0
+    if key_size < 1:
+        widened += size * tile * dim - (spare if value_size <= 1 else 0)
     return size * block * dim + rows + widened + (size - 2) * 16 * 1024
 
 

@@ -35,8 +35,8 @@ def tree_attention(
     depths: Int[Tensor, "batch pending"] | None = None,
     starts: Int[Tensor, " batch"] | None = None,
     blocks: Int[Tensor, "batch blocks"] | None = None,
-    key_scales: Float[Tensor, "..."] | None = None,
-    value_scales: Float[Tensor, "..."] | None = None,
+    key_scales: Shaped[Tensor, "..."] | tuple[Tensor, Tensor] | None = None,
+    value_scales: Shaped[Tensor, "..."] | tuple[Tensor, Tensor] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -49,8 +49,10 @@ def tree_attention(
 
     Args:
         query: queries of the nodes, after any rotary embedding.
-        keys: `[batch, kv_heads, slots, dim]`, or `[pages, kv_heads, page, dim]` with `blocks`; any strides.
-        values: like `keys`; its last dimension may differ.
+        keys: `[batch, kv_heads, slots, dim]`, or `[pages, kv_heads, page, dim]` with `blocks`; any strides. Numbers in
+            the dtype of `query`, or codes with `key_scales`; codes of four bits are bytes `[..., dim / 2]`, the first
+            half of a row in the low bits.
+        values: like `keys`; its last dimension and its form may differ.
         visible: per node, which pending rows it sees: bit `j % 64` of word `j // 64` stands for pending row j, the node
             itself included (`trees.topology.ancestors`). A node without any bit is empty and sees nothing. Bits beyond
             the pending rows must be clear.
@@ -60,8 +62,10 @@ def tree_attention(
             queried and that a node's depth is the number of its ancestors.
         starts: first slot of a batch row that is no padding; None is 0.
         blocks: page of each run of `page` slots, for a cache in pages.
-        key_scales: for keys stored as INT8 or FP8 (E4M3) numbers, the float32 scale of each, shaped like `keys` with a
-            last dimension of 1.
+        key_scales: what belongs to codes, shaped like `keys` up to the last dimension. For INT8 or FP8 (E4M3) codes
+            the float32 scale of each row `[..., 1]`; for codes of `kv.Int4` its float16 scales and zero points
+            `[..., groups]`; for those of `kv.NVFP4` its E4M3 scales `[..., dim / 16]` and the float32 scale of each row
+            `[..., 1]`.
         value_scales: the same for values.
         scale: of the scores; None is `dim ** -0.5`.
         window: positions that a query sees, its own included; None for all.
@@ -155,7 +159,7 @@ def _reference(call: AttentionCall) -> tuple[Tensor, Tensor]:
     """The definition in plain torch, in float32 or wider."""
     query = call.query
     exact = torch.promote_types(query.dtype, torch.float32)
-    keys, values = _decoded(call.keys, call.key_scales, exact), _decoded(call.values, call.value_scales, exact)
+    keys, values = call.key_rows.decode(exact), call.value_rows.decode(exact)
     if call.blocks is not None:
         keys, values = (_unpaged(pages, call.blocks) for pages in (keys, values))
     groups = query.shape[1] // keys.shape[1]
@@ -202,11 +206,6 @@ def visible_slots(call: AttentionCall, slots: int) -> Bool[Tensor, "batch rows s
     inside = (offset >= 0) & (offset < pending)
     index = offset.clamp(0, max(pending - 1, 0))[:, None].expand(-1, rows, -1)
     return committed | (drafted.gather(2, index) & inside[:, None])
-
-
-def _decoded(rows: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Stored numbers times their scales."""
-    return rows.to(dtype) if scales is None else rows.to(dtype) * scales.to(dtype)
 
 
 def _unpaged(pages: Tensor, blocks: Tensor) -> Tensor:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._stored_rows import PLAIN, form_of
 from specdec.ops.hadamard import hadamard
-from specdec.ops.quantize import to_fp8, to_int8
+from specdec.ops.quantize import NVFP4_GROUP, to_fp8, to_int4, to_int8, to_nvfp4
 
-PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-CODES = {torch.int8: "int8", torch.uint8: "fp8", torch.float8_e4m3fn: "fp8"}
-ENCODE = {"int8": to_int8, "fp8": to_fp8}
+ENCODE = {"int8": to_int8, "fp8": to_fp8, "nvfp4": to_nvfp4}
 
 
 def write_rows(
@@ -36,8 +35,8 @@ def write_rows(
 
     The buffers say how rows are stored: one buffer `[batch, heads, capacity, dim]` of floating-point numbers holds them
     as they are, cast to its dtype; codes of that shape and float32 scales `[batch, heads, capacity, 1]` hold them as
-    `kv.Int8` does (int8 codes) or `kv.FP8` with one scale per token (uint8 or float8_e4m3fn codes). Rotated, they hold
-    what `kv.Hadamard` of that codec does.
+    `kv.Int8` does (int8 codes) or `kv.FP8` with one scale per token (uint8 or float8_e4m3fn codes); the three tensors
+    of `kv.Int4` or `kv.NVFP4` hold them as those do. Rotated, they hold what `kv.Hadamard` of that codec does.
 
     Args:
         keys: new rows, any strides.
@@ -72,6 +71,13 @@ def write_rows(
         if impl == "triton":
             raise UnsupportedError(f"write_rows: the kernel takes {kernel.DTYPES}, got {sorted(map(str, floats))}.")
         kernel = None
+    if kernel is not None and not all(side.regular for side in sides):
+        if impl == "triton":
+            raise UnsupportedError(
+                "write_rows: the kernel writes codes of four bits where dimension and group are powers of two, got "
+                f"{[(side.rows.shape[3], side.group) for side in sides if not side.regular]}."
+            )
+        kernel = None
     if 0 in (slots.numel(), keys.shape[1], key_parts[0].shape[2]):
         return
     if kernel is not None:
@@ -92,19 +98,37 @@ class Side:
 
     @property
     def form(self) -> str:
-        """How rows are stored: `plain`, `int8` or `fp8`; an empty string if the buffers are of no known form."""
-        dtypes = [part.dtype for part in self.parts]
-        if len(dtypes) == 1 and dtypes[0] in PLAIN:
-            return "plain"
-        return CODES.get(dtypes[0], "") if len(dtypes) == 2 and dtypes[1] == torch.float32 else ""
+        """How rows are stored, as `form_of` tells."""
+        return form_of(self.parts)
+
+    @property
+    def group(self) -> int:
+        """Numbers that share a scale in codes of four bits; 0 for rows of another form."""
+        return self.rows.shape[3] // self.parts[1].shape[3] if len(self.parts) == 3 else 0
+
+    @property
+    def regular(self) -> bool:
+        """Whether dimension and group are powers of two, if rows become codes of four bits."""
+        sizes = (self.rows.shape[3], self.group) if len(self.parts) == 3 else ()
+        return all(size & (size - 1) == 0 for size in sizes)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Last dimensions that the buffers must have; groups of INT4 as they are, if they divide the rows."""
+        dim = self.rows.shape[3]
+        if self.form == "int4":
+            groups = self.parts[1].shape[-1]
+            groups = groups if groups and dim % groups == 0 else 1
+            return dim // 2, groups, groups
+        return {"plain": (dim,), "nvfp4": (dim // 2, dim // NVFP4_GROUP, 1)}.get(self.form, (dim, 1))
 
     def encode(self) -> tuple[Tensor, ...]:
         """The rows as they are stored."""
         rows = hadamard(self.rows) if self.rotate else self.rows
         if self.form == "plain":
             return (rows.to(self.parts[0].dtype),)
-        codes, scales = ENCODE[self.form](rows)
-        return codes.view(self.parts[0].dtype), scales
+        codes = to_int4(rows, self.group) if self.form == "int4" else ENCODE[self.form](rows)
+        return tuple(code.view(part.dtype) for code, part in zip(codes, self.parts, strict=True))
 
 
 def _write(side: Side, slots: Tensor) -> None:
@@ -141,10 +165,13 @@ def _check(sides: tuple[Side, Side], slots: Tensor) -> None:
         if not side.form:
             raise UnsupportedError(
                 f"write_rows: {name}_parts must be one buffer of floating-point numbers, or int8, uint8 or "
-                f"float8_e4m3fn codes and float32 scales, got {[part.dtype for part in parts]}."
+                "float8_e4m3fn codes and float32 scales, or the three buffers of kv.Int4 or kv.NVFP4, got "
+                f"{[part.dtype for part in parts]}."
             )
         capacity = sides[0].parts[0].shape[2] if sides[0].parts[0].dim() == 4 else "capacity"
-        for part, width in zip(parts, (rows.shape[3], 1), strict=False):
+        odd = {"int4": 2, "nvfp4": NVFP4_GROUP}.get(side.form, 1)
+        demand(rows.shape[3] % odd == 0, f"{side.form} codes hold multiples of {odd} numbers, got {rows.shape[3]}")
+        for part, width in zip(parts, side.widths, strict=True):
             wanted = [*lead[:2], capacity, width]
             demand(list(part.shape) == wanted, f"a buffer of {name}_parts must be {wanted}, got {list(part.shape)}")
     demand(slots.shape == (lead[0], lead[2]), f"slots must be {[lead[0], lead[2]]}, got {list(slots.shape)}")

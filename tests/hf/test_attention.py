@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec import SpeculativeGenerator, drafters, kv, ops, trees
@@ -13,8 +15,11 @@ from specdec.hf import attention
 from specdec.hf.attention import Columns, TreeContext
 from specdec.hf.rows import Encoded
 from specdec.hf.target import ModelTarget
+from specdec.protocols import KVCodec
 from specdec.testing import FAMILIES
 from tests import helpers
+from tests.kv.codecs import CODECS
+from tests.trees.random_trees import caught
 
 NEW = 24
 BUSHY = trees.Fixed([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1), (1, 1, 1, 0)])
@@ -143,3 +148,67 @@ def test_a_bias_by_position_is_refused() -> None:
     options = {"position_bias": torch.zeros(1), attention.CONTEXT: None}
     with pytest.raises(UnsupportedError, match="adds a bias by position"):
         attention.attend(torch.nn.Linear(1, 1), torch.zeros(1), rows, rows, None, **options)
+
+
+STORED: dict[str, KVCodec] = {
+    **CODECS,
+    "nvfp4, rotated": kv.Hadamard(kv.NVFP4()),
+    "nvfp4, centred": kv.Centered(kv.NVFP4()),
+}
+READ = {
+    "key": st.sampled_from(sorted(STORED)),
+    "value": st.sampled_from(sorted(STORED)),
+    "seed": st.integers(0, 2**32),
+    "softcap": st.sampled_from([None, None, 3.0]),
+    "sinks": st.booleans(),
+}
+
+
+def law_read(key: str, value: str, seed: int, softcap: float | None, sinks: bool) -> None:
+    """Attention over rows as they are stored is attention over what they stand for."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    query, rows = noise(2, 4, 3, 16), (noise(2, 2, 9, 16) + noise(16), noise(2, 2, 9, 16))
+    kept = []
+    for name, each in zip((key, value), rows, strict=True):
+        state = STORED[name].fit(each)
+        kept.append(Encoded(STORED[name], STORED[name].encode(each, state), state, torch.float32))
+    mask = torch.tensor([[[0b001], [0b011], [0b101]]] * 2)
+    options: Any = {"softcap": softcap, "sinks": noise(4) if sinks else None, "impl": "reference"}
+    found = attention.read(query, *kept, mask, torch.tensor([6, 4]), **options)
+    decoded = [each.decode() for each in kept]
+    wanted = ops.tree_attention(query, *decoded, mask, torch.tensor([6, 4]), **options)
+    assert isinstance(wanted, Tensor)
+    torch.testing.assert_close(found.transpose(1, 2), wanted, rtol=1e-5, atol=1e-5)
+
+
+@given(**READ)
+def test_stored_rows_are_read_as_what_they_stand_for(**inputs: Any) -> None:
+    law_read(**inputs)
+
+
+def test_a_mean_left_out_of_capped_scores_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_scores_shift", lambda _: True)
+    caught(law_read, **READ)
+
+
+@pytest.mark.parametrize("name", sorted(STORED))
+def test_codes_reach_the_op(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys in codes are never decoded, values only if their mean is kept apart."""
+    rows = torch.randn(1, 2, 9, 16)
+    state = STORED[name].fit(rows)
+    kept = Encoded(STORED[name], STORED[name].encode(rows, state), state, torch.float32)
+    read: list[torch.dtype] = []
+    attend = ops.tree_attention
+
+    def watched(query: Tensor, keys: Tensor, values: Tensor, *rest: Any, **options: Any) -> Any:
+        read.extend((keys.dtype, values.dtype))
+        return attend(query, keys, values, *rest, **options)
+
+    monkeypatch.setattr(ops, "tree_attention", watched)
+    attention.read(torch.randn(1, 4, 1, 16), kept, kept, torch.ones(1, 1, 1, dtype=torch.int64), torch.tensor([8]))
+    assert read[0] == kept.parts[0].dtype
+    assert (read[1] == kept.parts[0].dtype) == (not isinstance(kept.codec, kv.Centered))

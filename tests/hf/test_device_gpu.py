@@ -72,7 +72,15 @@ def test_captured_or_not_the_text_is_that_of_plain_generate(
         assert torch.equal(other, plain)
 
 
-@pytest.mark.parametrize("cache", [kv.INT8, kv.FP8_INT8, kv.KVCacheConfig(values=kv.Int4(group=4))])
+@pytest.mark.parametrize(
+    "cache",
+    [
+        kv.INT8,
+        kv.FP8_INT8,
+        kv.KVCacheConfig(keys=kv.Centered(kv.Hadamard(kv.Int4(group=4))), values=kv.Int4(group=4)),
+        kv.KVCacheConfig(values=kv.Centered(kv.Int4(group=4))),
+    ],
+)
 def test_codecs_inside_a_graph(cache: kv.KVCacheConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     model, given = model_of("llama"), prompts(3)
     captured = generator_of(model, cache=cache).generate(**given, **NEW, do_sample=False)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from specdec import kv
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.kv import _checks, nvfp4
+from specdec.kv import _checks
+from specdec.ops import quantize
 from specdec.protocols import KVCodec
 from tests.kv.codecs import CODECS
 from tests.trees.random_trees import caught
@@ -158,17 +159,17 @@ def test_nvfp4_rounds_to_the_nearest_code_ties_to_even() -> None:
     numbers = torch.tensor([0.0, 0.25, 0.26, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 5.1, 6.0])
     expected = [0.0, 0.0, 0.5, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, 6.0]
     for sign in (1, -1):
-        codes = nvfp4._to_e2m1(sign * numbers)
-        sizes = torch.tensor(nvfp4.VALUES)[(codes & 7).int()]
+        codes = quantize.to_e2m1(sign * numbers)
+        sizes = torch.tensor(quantize.E2M1)[(codes & 7).int()]
         assert sizes.tolist() == expected
         assert [bool(code > 7) for code in codes] == [sign < 0 and number != 0 for number in numbers.tolist()]
 
 
 def test_nibbles_come_back() -> None:
     codes = torch.arange(16, dtype=torch.uint8).repeat(2, 1)
-    packed = kv.int4.pack_nibbles(codes)
+    packed = quantize.pack_nibbles(codes)
     assert packed.shape == (2, 8)
-    assert torch.equal(kv.int4.unpack_nibbles(packed), codes)
+    assert torch.equal(quantize.unpack_nibbles(packed), codes)
 
 
 def _unchecked_fp8(scale: Any) -> kv.FP8:

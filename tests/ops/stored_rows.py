@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec import kv
+from specdec.ops._stored_rows import form_of
 from specdec.protocols import KVCodec
 
 
@@ -23,7 +24,14 @@ class Counted:
         return self.kernel[grid]
 
 
-FORMS: dict[str, KVCodec] = {"plain": kv.Plain(), "int8": kv.Int8(), "fp8": kv.FP8()}
+FORMS: dict[str, KVCodec] = {
+    "plain": kv.Plain(),
+    "int8": kv.Int8(),
+    "fp8": kv.FP8(),
+    "int4": kv.Int4(group=8),
+    "nvfp4": kv.NVFP4(),
+}
+FOUR_BITS = {"int4", "nvfp4"}
 POISON = 77
 """What stands in integer buffers that nobody has written; NaN stands in the others."""
 
@@ -46,18 +54,19 @@ def poisoned(shape: tuple[int, ...], dtype: torch.dtype, spread: bool, device: s
 
 @dataclass(frozen=True)
 class Writing:
-    """Arguments of `write_rows`, all memory that its buffers lie in, and whether what lies there is rotated."""
+    """Arguments of `write_rows`, all memory that its buffers lie in, whether what lies there is rotated, its form."""
 
     call: dict[str, Any]
     memory: list[Tensor]
     rotated: list[bool]
+    forms: list[str]
 
     def by_definition(self) -> list[Tensor]:
         """The memory after row upon row has been encoded and written; the memory itself stays as it is."""
         call, kept = self.call, [memory.clone() for memory in self.memory]
         for name in ("key", "value"):
             rows, parts = call[f"{name}s"], call[f"{name}_parts"]
-            form = {torch.int8: "int8", torch.uint8: "fp8"}.get(parts[0].dtype, "plain")
+            form = form_of(parts)
             for row, index in torch.cartesian_prod(*map(torch.arange, call["slots"].shape)).tolist():
                 slot = int(call["slots"][row, index])
                 if 0 <= slot < parts[0].shape[2]:
@@ -111,8 +120,10 @@ def writing(
         for _ in range(batch)
     ]
     call: dict[str, Any] = {"slots": torch.tensor(slots, device=device).view(batch, new)}
-    memory, rotated = [], []
+    memory, rotated, held = [], [], []
     for name, dim, form, turned in zip(("key", "value"), dims, forms, rotate, strict=True):
+        if form in FOUR_BITS:
+            dim = max(16, 1 << (dim - 1).bit_length())  # the kernel writes powers of two
         call[f"{name}s"] = rows(generator, (batch, heads, new, dim), style, dtype)
         call[f"rotate_{name}s"] = turned
         like = codec(form, turned).encode(call[f"{name}s"][:, :, :0])
@@ -120,22 +131,26 @@ def writing(
         call[f"{name}_parts"] = tuple(buffer for buffer, _ in made)
         memory += [around for _, around in made]
         rotated += [turned] * len(made)
-    return Writing(call, memory, rotated)
+        held += [form if part.element_size() == 1 and form in FOUR_BITS and part is like[0] else "" for part in like]
+    return Writing(call, memory, rotated, held)
 
 
-def ordered(codes: Tensor) -> Tensor:
-    """Codes so that neighbours differ by one: E4M3 has its sign in front."""
+def ordered(codes: Tensor, form: str = "") -> Tensor:
+    """Codes so that neighbours differ by one: floats have their sign in front; of four bits there are two in a byte."""
     numbers = codes.int()
-    return torch.where(numbers < 128, numbers, 128 - numbers) if codes.dtype == torch.uint8 else numbers
+    if form:
+        numbers = torch.stack([numbers & 15, numbers >> 4])
+    sign = {"": 128 if codes.dtype == torch.uint8 else 256, "int4": 16, "nvfp4": 8}[form]
+    return torch.where(numbers < sign, numbers, sign - numbers)
 
 
-def same(found: Tensor, expected: Tensor, rotated: bool) -> None:
+def same(found: Tensor, expected: Tensor, rotated: bool, form: str = "") -> None:
     """Equal; rotated numbers may differ in their last bit, and a code of them by one step."""
-    rounding = 1e-6 if rotated else 0
     if found.is_floating_point():
+        rounding = (1e-6 if found.dtype != torch.float16 else 1e-3) if rotated else 0
         torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding / 10, equal_nan=True)
     else:
-        assert int((ordered(found) - ordered(expected)).abs().amax()) <= rotated
+        assert int((ordered(found, form) - ordered(expected, form)).abs().amax()) <= rotated
 
 
 WRITINGS: dict[str, st.SearchStrategy[Any]] = {

@@ -19,6 +19,8 @@ SHAPES = st.builds(
     rows=st.integers(1, 128),
     slots=st.integers(1, 70_000),
     dim=st.sampled_from([64, 80, 96, 128, 192, 256, 512]),
+    bytes_per_element=st.sampled_from([2, 1, 0.5]),
+    value_bytes_per_element=st.sampled_from([None, 2, 1, 0.5]),
 )
 
 
@@ -65,6 +67,8 @@ def test_nothing_cannot_be_cut() -> None:
 def test_bytes_and_occupancy() -> None:
     shape = ops.AttentionShape(batch=2, heads=32, kv_heads=8, rows=16, slots=1024, dim=128, value_dim=64)
     assert shape.cache_bytes == 2 * 8 * 1024 * (128 + 64) * 2
+    codes = dataclasses.replace(shape, bytes_per_element=1, value_bytes_per_element=0.5)
+    assert codes.cache_bytes == 2 * 8 * 1024 * (128 + 32)
     whole = ops.occupancy(shape, multiprocessors=132)
     assert whole.unsplit == 16
     assert whole.per_multiprocessor == whole.work_items / 132

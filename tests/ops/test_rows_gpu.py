@@ -43,8 +43,8 @@ def test_written_rows_are_those_of_the_codecs(forms: tuple[str, str], dtype: tor
         )
         expected = found.by_definition()
         ops.write_rows(**found.call, impl="triton")
-        for memory, wanted, rotated in zip(found.memory, expected, found.rotated, strict=True):
-            same(memory, wanted, rotated)
+        for memory, wanted, *kind in zip(found.memory, expected, found.rotated, found.forms, strict=True):
+            same(memory, wanted, *kind)
 
 
 def test_rotated_rows_are_rounded_to_the_buffer() -> None:

@@ -26,8 +26,8 @@ def law(change: Change, impl: ops.Impl, *sizes: Any, **inputs: Any) -> None:
     found = writing(*sizes, **inputs)
     expected = found.by_definition()
     ops.write_rows(**change(found.call), impl=impl)
-    for memory, wanted, rotated in zip(found.memory, expected, found.rotated, strict=True):
-        same(memory, wanted, rotated)
+    for memory, wanted, *kind in zip(found.memory, expected, found.rotated, found.forms, strict=True):
+        same(memory, wanted, *kind)
 
 
 def both() -> list[Any]:
@@ -105,6 +105,30 @@ def test_every_half_up_to_the_largest_becomes_the_nearest_e4m3(impl: ops.Impl) -
     codes, scales = written(rows, "fp8", impl)
     assert torch.equal(scales, torch.ones_like(scales))
     assert torch.equal(codes, rows.float().to(torch.float8_e4m3fn).view(torch.uint8))
+
+
+@pytest.mark.parametrize("impl", both())
+def test_four_bits_are_rounded_to_even(impl: ops.Impl) -> None:
+    middles = torch.tensor([0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    packed, scales, row_scales = written(torch.cat([middles, middles - 6])[None] * 448, "nvfp4", impl)
+    assert (scales.view(torch.float8_e4m3fn).tolist(), row_scales.tolist()) == ([[448.0]], [[1.0]])
+    assert (packed & 15).tolist() == [[0, 0, 2, 2, 4, 4, 6, 6]]
+    assert (packed >> 4).tolist() == [[15, 15, 15, 14, 14, 14, 12, 10]]
+    packed, scales, zeros = written(torch.tensor([[-3.0, 12.0, -2.5, -1.5, 0.5, 1.4, 1.6, 11.5]]), "int4", impl)
+    assert (scales.tolist(), zeros.tolist()) == ([[1.0]], [[-3.0]])
+    assert torch.cat([packed & 15, packed >> 4], -1).tolist() == [[0, 15, 0, 2, 4, 4, 5, 14]]
+
+
+@pytest.mark.parametrize("impl", both())
+@pytest.mark.parametrize("form", ["int4", "nvfp4"])
+def test_nan_stays_in_its_row(impl: ops.Impl, form: str) -> None:
+    rows = torch.randn(3, 16)
+    clean = written(rows, form, impl)
+    rows[1, 2] = torch.nan
+    stored = written(rows, form, impl)
+    assert bool(FORMS[form].decode(stored)[1].isnan().any())
+    for part, before in zip(stored, clean, strict=True):
+        assert torch.equal(part[::2], before[::2])
 
 
 @pytest.mark.parametrize("impl", both())
@@ -187,6 +211,7 @@ def test_keys_and_values_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 GOOD = writing(0, 2, 3, 2, 5, (16, 8), ("int8", "plain"), (True, False), "noise", spread=False).call
 CODES, SCALES = GOOD["key_parts"]
+FOUR = writing(0, 2, 3, 2, 5, (16, 8), ("int4", "plain"), (False, False), "noise", spread=False).call["key_parts"]
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rows of three axes": ({"keys": GOOD["keys"][0]}, ShapeError, "keys must be"),
     "fewer values": ({"values": GOOD["values"][:, :, :1]}, ShapeError, r"values must be .* got \[2, 3, 1, 8\]"),
@@ -203,8 +228,20 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "scales per head": ({"key_parts": (CODES, SCALES[:, :, :1])}, ShapeError, r"key_parts must be \[2, 3, 5, 1\]"),
     "codes without scales": ({"key_parts": (CODES,)}, UnsupportedError, r"got \[torch.int8\]"),
-    "short scales": ({"key_parts": (CODES, SCALES.half())}, UnsupportedError, "float32 scales, got"),
+    "short scales": ({"key_parts": (CODES, SCALES.half())}, UnsupportedError, "float32 scales, or .*, got"),
     "scales and zeros": ({"key_parts": (CODES, SCALES, SCALES)}, UnsupportedError, "key_parts must be one buffer"),
+    "groups that do not divide": (
+        {"key_parts": (*FOUR[:1], FOUR[1][..., :1].expand(-1, -1, -1, 3), FOUR[2])},
+        ShapeError,
+        r"key_parts must be \[2, 3, 5, 1\], got \[2, 3, 5, 3\]",
+    ),
+    "fewer zero points": ({"key_parts": (*FOUR[:2], FOUR[2][..., :1])}, ShapeError, r"must be \[2, 3, 5, 2\], got"),
+    "unpacked codes": ({"key_parts": (FOUR[0].repeat(1, 1, 1, 2), *FOUR[1:])}, ShapeError, r"must be \[2, 3, 5, 8\]"),
+    "no whole groups": (
+        {"value_parts": (CODES.byte(), CODES.byte(), SCALES)},
+        ShapeError,
+        "nvfp4 codes hold multiples of 16 numbers, got 8",
+    ),
     "no buffers": ({"value_parts": ()}, UnsupportedError, r"value_parts must be .* got \[\]"),
     "slots of another batch": ({"slots": GOOD["slots"][:1]}, ShapeError, r"slots must be \[2, 2\], got \[1, 2\]"),
     "slots in floating point": ({"slots": GOOD["slots"].float()}, ShapeError, "slots must hold integers"),
@@ -226,6 +263,17 @@ def test_the_kernel_names_dtypes_it_does_not_take() -> None:
     found = writing(0, 1, 1, 1, 2, (4, 4), ("plain", "int8"), (False, False), "noise", False, dtype=torch.float64)
     with pytest.raises(UnsupportedError, match=r"got \['torch.float64'\]"):
         ops.write_rows(**found.call, impl="triton")
+
+
+@kernel
+@pytest.mark.parametrize(("dim", "group"), [(80, 16), (24, 8), (12, 3)])
+def test_the_kernel_names_dimensions_it_does_not_take(dim: int, group: int) -> None:
+    rows, slots = torch.randn(1, 1, 2, dim), torch.tensor([[0, 1]])
+    parts = kv.Int4(group=group).encode(torch.zeros_like(rows))
+    with pytest.raises(UnsupportedError, match=rf"powers of two, got \[\({dim}, {group}\)\]"):
+        ops.write_rows(rows, rows, parts, (torch.zeros_like(rows),), slots, impl="triton")
+    ops.write_rows(rows, rows, parts, (torch.zeros_like(rows),), slots)
+    assert all(map(torch.equal, parts, kv.Int4(group=group).encode(rows)))
 
 
 def test_the_codec_turns_back_what_was_rotated() -> None:
