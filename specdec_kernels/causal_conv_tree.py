@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
+
 CHANNELS = 64
 """Channels of a program: at least one for each of its threads, so that a column of the history has one writer."""
 
@@ -56,7 +58,9 @@ def launch(
             WORDS=ancestors.shape[2],
             CHANNELS=CHANNELS,
             ACTIVATED=activation is not None,
+            LATE=pdl(inputs.device),
             num_warps=CHANNELS // 32,
+            **launch_late(inputs.device),
         )
     return output
 
@@ -88,7 +92,11 @@ def _convolve(
     WORDS: tl.constexpr,
     CHANNELS: tl.constexpr,
     ACTIVATED: tl.constexpr,
+    LATE: tl.constexpr,
 ):
+    if LATE:
+        gdc_wait()
+        gdc_launch_dependents()
     batch = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     exists = channel < channels

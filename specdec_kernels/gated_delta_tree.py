@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels import interpreted
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that the kernel takes."""
@@ -26,8 +27,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_NODES, WIDEST = 64, 256
 """Nodes that the kernel takes, and numbers of a key."""
 
-BLOCK, CHUNK = 16, 64
-"""Value channels of a program, and keys of the state that pass by at a time: what one warp holds in its registers."""
+BLOCK, CHUNK = 32, 128
+"""Value channels of a program, and keys of the state that pass by at a time: what two warps hold in their registers."""
 
 
 def refusal(call: Any) -> str:
@@ -100,14 +101,16 @@ def launch(call: Any, path: Record, out: Record) -> tuple[Tensor | None, Record]
             NORMALIZE=call.normalize,
             COPIED=copied,
             PRECISION=PRECISION,
+            LATE=pdl(state.device),
             num_warps=_warps(max(rows, kept)),
+            **launch_late(state.device),
         )
     return output, record
 
 
 def _warps(nodes: int) -> int:
-    """One warp needs no barrier; the products of more nodes than a tile has rows need the registers of several."""
-    return 1 if nodes <= 16 else 4
+    """Few warps wait little for each other; the products of more nodes need the registers of more of them."""
+    return 2 if nodes <= 16 else 4
 
 
 def _strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
@@ -149,7 +152,11 @@ def _delta(
     NORMALIZE: tl.constexpr,
     COPIED: tl.constexpr,
     PRECISION: tl.constexpr,
+    LATE: tl.constexpr,
 ):
+    if LATE:
+        gdc_wait()
+        gdc_launch_dependents()
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     here = column < VALUE_DIM

@@ -72,6 +72,17 @@ def kv_shapes(config: Any) -> list[tuple[int, int]]:
     ]
 
 
+def recurrent_shape(config: Any) -> tuple[int, int, int, int, int]:
+    """Key heads, value heads, numbers of a key and of a value, and taps of the convolution of gated delta layers."""
+    heads = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
+    return (
+        *heads,
+        int(config.linear_key_head_dim),
+        int(config.linear_value_head_dim),
+        int(config.linear_conv_kernel_dim),
+    )
+
+
 __all__ = [
     "CACHE_NAME",
     "Cache",
@@ -88,4 +99,5 @@ __all__ = [
     "pad_token",
     "prefill",
     "prompt_length",
+    "recurrent_shape",
 ]

@@ -141,7 +141,7 @@ class FixedCache(compat.Cache):
         for members in kinds.values():
             self._places.update({index: (len(self.stacks), inner) for inner, index in enumerate(members)})
             self.stacks.append(self._stack([rows[index] for index in members], capacity))
-        self._fill(source)
+        self.load(source, starts)
 
     def _stack(self, layers: list[RowLayer], capacity: int) -> Stack:
         """Empty buffers for layers that store rows alike."""
@@ -165,10 +165,6 @@ class FixedCache(compat.Cache):
             self.starts.copy_(starts)
         if self.recurrent is not None:
             self.recurrent.load(source.recurrent.layers)
-        self._fill(source)
-
-    def _fill(self, source: RowCache) -> None:
-        """Copies the rows of the prompt."""
         for index, (place, inner) in self._places.items():
             layer = cast(RowLayer, source.layers[index])
             stack, length = self.stacks[place], layer.filled

@@ -46,7 +46,7 @@ class FixedStates:
     """
 
     def __init__(self, layers: dict[int, RecurrentLayer], width: int) -> None:
-        """Allocates buffers like the layers' and copies what they hold."""
+        """Allocates buffers like the layers'; `load` fills them."""
         self._places = {index: place for place, index in enumerate(layers)}
         self.serving = 0
         self._words: Int[Tensor, "batch nodes words"] | None = None
@@ -68,7 +68,6 @@ class FixedStates:
             for _ in range(2)
         ]
         self.recorded, self.path = made
-        self.load(list(layers.values()))
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:

@@ -1,7 +1,10 @@
 """What the key/value cache of a request will take, before anything is run."""
 
 from collections import defaultdict
+from dataclasses import dataclass
 from typing import Any, Literal
+
+import torch
 
 from specdec.errors import UnsupportedError
 from specdec.hf import cache as caches
@@ -63,20 +66,68 @@ def estimate_memory(
     kv = cache if cache is not None else KVCacheConfig()
     # Bytes of a slot, over all layers with the same window.
     slot: dict[int | None, float] = defaultdict(float)
+    fixed = 0
     for kind, kwargs, (heads, dim) in zip(types, arguments, compat.kv_shapes(decoder), strict=True):
-        if kind != "dummy":
+        if kind == "linear_attention":
+            sizes = RecurrentBytes.of(decoder, model.dtype, kv.states)
+            held = 2 * sizes.node if execution == "device" else sizes.pending
+            fixed += batch * (sizes.state + (nodes + 1) * held)
+        elif kind != "dummy":
             config = kv.for_layer(kind)
             bits = sum(codec.bits_per_element(dim, model.dtype) for codec in (config.keys, config.values))
             slot[kwargs.get("sliding_window")] += batch * heads * dim * bits / 8
     if execution == "device":
         slots = capacity(prompt + new_tokens, nodes + 1)
-        return round(
+        return fixed + round(
             sum(size * fixed_slots(window, slots, batch=batch, width=nodes + 1) for window, size in slot.items())
         )
-    sizes = {window: _slots(window, prompt, new_tokens, nodes + 1) for window in slot}
+    ladders = {window: _slots(window, prompt, new_tokens, nodes + 1) for window in slot}
     # Sliding layers are largest right after the prompt, others at the end.
-    moments = zip(*([slot[window] * slots for slots in sizes[window]] for window in slot), strict=True)
-    return round(max(map(sum, moments), default=0.0))
+    moments = zip(*([slot[window] * slots for slots in ladders[window]] for window in slot), strict=True)
+    return fixed + round(max(map(sum, moments), default=0.0))
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentBytes:
+    """What a recurrent layer takes for one batch row.
+
+    Attributes:
+        state: state and last inputs of the convolution. A snapshot for each node would take as much for each.
+        node: record of a node, from which any path is folded.
+        pending: what the host holds of a node while its tree is pending: the record, and what the rule was given.
+
+    Example:
+        >>> import torch
+        >>> from specdec.hf import RecurrentBytes
+        >>> from specdec.testing import tiny_model
+        >>> sizes = RecurrentBytes.of(tiny_model("qwen3_5").config, torch.bfloat16)
+        >>> sizes.state, sizes.node
+        (2176, 432)
+    """
+
+    state: int
+    node: int
+    pending: int
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, states: torch.dtype | None = None) -> "RecurrentBytes":
+        """Sizes for a model.
+
+        Args:
+            config: the model's configuration.
+            dtype: of its weights.
+            states: of the states at rest; None for float32.
+        """
+        key_heads, heads, key_dim, value_dim, taps = compat.recurrent_shape(config)
+        channels = 2 * key_heads * key_dim + heads * value_dim
+        wide = 8 if states == torch.float64 else 4
+        size = (torch.float32 if states is None else states).itemsize
+        updates = wide * heads * (value_dim + 1)
+        return cls(
+            state=size * heads * key_dim * value_dim + dtype.itemsize * channels * taps,
+            node=updates + dtype.itemsize * (channels + key_heads * key_dim),
+            pending=updates + dtype.itemsize * (2 * channels + heads) + 4 * heads,
+        )
 
 
 def _slots(window: int | None, prompt: int, new_tokens: int, width: int) -> list[int]:

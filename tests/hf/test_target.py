@@ -36,7 +36,10 @@ CASES = [(family, "sdpa") for family in SDPA] + [(family, "eager") for family in
 def test_c6_g8_every_node_equals_a_full_forward_over_its_own_text(family, implementation, rows):
     """Ring buffers that drop too much, windows by row instead of position, rows that see their siblings."""
     with float64_softmax():
-        assert play(Texts(model(family, implementation), rows), seed=1, rounds=3) <= 1e-10
+        target_model = model(family, implementation)
+        # The full forward computes the rule of recurrent layers in float32, whatever the model's dtype.
+        exact = "linear_attention" not in getattr(target_model.config, "layer_types", [])
+        assert play(Texts(target_model, rows), seed=1, rounds=3) <= (1e-10 if exact else 1e-4)
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gpt2", "gpt_oss")])
@@ -286,8 +289,8 @@ def test_one_mask_for_layers_with_different_windows_is_refused():
     assert config is model("llama").config
 
 
-def test_several_position_axes_are_refused():
-    with pytest.raises(UnsupportedError, match="several position axes"):
+def test_position_axes_without_one_for_the_text_are_refused():
+    with pytest.raises(UnsupportedError, match=r"\(4, batch, seq\) with the text's axis first"):
         ModelTarget(model("llama"), torch.tensor([[5]]), model_kwargs={"position_ids": torch.zeros(3, 1, 1)})
 
 
