@@ -189,11 +189,19 @@ def _delta(
     asking = tl.zeros([ROWS, ROWS], tl.float32)
     known = tl.zeros([BLOCK, ROWS], tl.float32)
     read = tl.zeros([BLOCK, ROWS], tl.float32)
-    for step in tl.static_range(KEY_PADDED // CHUNK):
+    part = tl.arange(0, CHUNK)
+    coming = tl.load(
+        cells + part[None, :] * state_strides[2], mask=here[:, None] & (part < KEY_DIM)[None, :], other=0.0
+    )
+    for step in range(KEY_PADDED // CHUNK):  # a loop, since instructions that run once are slow to come
         part = step * CHUNK + tl.arange(0, CHUNK)
         some = part < KEY_DIM
         places = cells + part[None, :] * state_strides[2]
-        tile = tl.load(places, mask=here[:, None] & some[None, :], other=0.0).to(tl.float32)
+        tile = coming.to(tl.float32)
+        later = part + CHUNK
+        coming = tl.load(
+            cells + later[None, :] * state_strides[2], mask=here[:, None] & (later < KEY_DIM)[None, :], other=0.0
+        )
         if counts is not None:
             keys = _lines(old[0], old_strides[0], batch, node, path_head, part, node < kept, some)
             keys = tl.where(counted[:, None], keys, 0.0).to(keys.dtype)
