@@ -27,8 +27,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MOST_NODES, WIDEST = 64, 256
 """Nodes that the kernel takes, and numbers of a key."""
 
-BLOCK, CHUNK = 32, 128
-"""Value channels of a program, and keys of the state that pass by at a time: what two warps hold in their registers."""
+CHUNK = 32
+"""Keys of the state that pass by at a time."""
 
 
 def refusal(call: Any) -> str:
@@ -70,8 +70,9 @@ def launch(call: Any, path: Record, out: Record) -> tuple[Tensor | None, Record]
     rows = 0 if call.value is None else call.value.shape[1]
     kept = 0 if path[0] is None else path[0].shape[1]
     narrow = all(part is None or part.dtype == torch.bfloat16 for part in (call.query, call.key, path[0]))
+    block = _block(batch * heads if narrow else 0, value_dim, max(rows, kept))
     with torch.cuda.device_of(state):
-        _delta[(triton.cdiv(value_dim, BLOCK), heads, batch)](
+        _delta[(triton.cdiv(value_dim, block), heads, batch)](
             (call.query, call.key, call.value, call.decay, call.beta, call.ancestors),
             tuple(_strides(part, 4) for part in (call.query, call.key, call.value)),
             tuple(_strides(part, 3) for part in (call.decay, call.beta, call.ancestors)),
@@ -93,7 +94,7 @@ def launch(call: Any, path: Record, out: Record) -> tuple[Tensor | None, Record]
             KEY_DIM=key_dim,
             VALUE_DIM=value_dim,
             KEY_PADDED=max(16, triton.next_power_of_2(key_dim)),
-            BLOCK=BLOCK,
+            BLOCK=block,
             ROWS=max(16, triton.next_power_of_2(max(rows, 1))),
             KEPT=max(16, triton.next_power_of_2(max(kept, 1))),
             CHUNK=min(CHUNK, max(16, triton.next_power_of_2(key_dim))),
@@ -106,6 +107,12 @@ def launch(call: Any, path: Record, out: Record) -> tuple[Tensor | None, Record]
             **launch_late(state.device),
         )
     return output, record
+
+
+def _block(items: int, value_dim: int, nodes: int) -> int:
+    """Value channels of a program: more where programs are many enough to fill a device, fewer where nodes are many."""
+    most = 16 if nodes > 32 else 64 if items >= 256 and nodes <= 16 else 32
+    return min(most, max(16, triton.next_power_of_2(value_dim)))
 
 
 def _warps(nodes: int) -> int:
