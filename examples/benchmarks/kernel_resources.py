@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from specdec import ops
 from specdec.ops._attention_plan import AttentionPlan, Device, make_plan
-from specdec_kernels import tree_attention
+from specdec_kernels import gated_delta_tree, tree_attention
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -68,6 +68,7 @@ PLAIN = {
     "visible_batch",
     "depth_batch",
     "length_batch",
+    "kept",
 }
 """Numbers of which the compiler knows nothing."""
 
@@ -93,10 +94,11 @@ def main() -> None:
             found = resources(target, shape, forms)
             name = shape if forms == BF16 else f"{shape}.{'_'.join(dict.fromkeys(forms))}"
             print(f"{target:8}{name:26}{found}", flush=True)
-            figures[f"registers.{target}.{name}"] = report.figure(found.registers, "registers", "255 of a thread")
-            figures[f"stack.{target}.{name}"] = report.figure(found.stack, "bytes", "0 without spills")
-            limit = SHARED_LIMIT[target]
-            figures[f"shared.{target}.{name}"] = report.figure(found.shared / 1024, "KiB", f"{limit} of a block")
+            figures |= described(target, name, found)
+    for target, nodes in itertools.product(arguments.target or TARGETS, () if arguments.shape else (16, 32, 64)):
+        found = delta_resources(target, nodes)
+        print(f"{target:8}{f'delta.t{nodes}':26}{found}", flush=True)
+        figures |= described(target, f"delta.t{nodes}", found)
     if not arguments.target and not arguments.shape:
         report.write(
             "kernel-resources",
@@ -104,6 +106,16 @@ def main() -> None:
             device="cross-compiled, no GPU",
             versions={**report.installed(), "triton": triton.__version__},
         )
+
+
+def described(target: str, name: str, found: Resources) -> dict[str, Any]:
+    """The figures of one kernel."""
+    limit = SHARED_LIMIT[target]
+    return {
+        f"registers.{target}.{name}": report.figure(found.registers, "registers", "255 of a thread"),
+        f"stack.{target}.{name}": report.figure(found.stack, "bytes", "0 without spills"),
+        f"shared.{target}.{name}": report.figure(found.shared / 1024, "KiB", f"{limit} of a block"),
+    }
 
 
 def resources(target: str, shape: str, forms: tuple[str, str] = BF16) -> Resources:
@@ -117,6 +129,55 @@ def resources(target: str, shape: str, forms: tuple[str, str] = BF16) -> Resourc
         target=TARGETS[target],
         options={"num_warps": plan.warps, "num_stages": plan.stages},
     )
+    return taken(target, compiled)
+
+
+def delta_resources(target: str, nodes: int) -> Resources:
+    """Compiles the gated delta kernel for trees of so many nodes, with BF16 rows and a float32 state."""
+    kernel: Any = gated_delta_tree._delta
+    heads, key_heads, dim = 48, 16, 128
+    constants: dict[str, Any] = {
+        "GROUPS": heads // key_heads,
+        "PATH_GROUPS": heads // key_heads,
+        "KEY_DIM": dim,
+        "VALUE_DIM": dim,
+        "KEY_PADDED": dim,
+        "BLOCK": gated_delta_tree._block(heads, dim, nodes),
+        "ROWS": nodes,
+        "KEPT": nodes,
+        "CHUNK": gated_delta_tree.CHUNK,
+        "NARROW": True,
+        "NORMALIZE": True,
+        "COPIED": True,
+        "PRECISION": "bf16x6",
+        "LATE": target in TILED,
+    }
+    four, three = ("i32", "i32", "i32", "constexpr"), ("i32", "i32", "constexpr")
+    record = ("*bf16", "*fp32", "*fp32")
+    types: dict[str, Any] = {
+        "given": ("*bf16", "*bf16", "*bf16", "*fp32", "*bf16", "*i64"),
+        "strides": (four, four, four),
+        "flat_strides": (three, three, three),
+        "state": "*fp32",
+        "state_strides": four,
+        "counts": "*i64",
+        "output": "*bf16",
+        "output_strides": four,
+        "scale": "fp32",
+        "epsilon": "fp32",
+        **dict.fromkeys(("old", "new"), record),
+        **dict.fromkeys(("old_strides", "new_strides"), (four, four, three)),
+    }
+    compiled = triton.compile(
+        ASTSource(kernel, *_described(kernel.arg_names, types, constants)),
+        target=TARGETS[target],
+        options={"num_warps": gated_delta_tree._warps(nodes)},
+    )
+    return taken(target, compiled)
+
+
+def taken(target: str, compiled: Any) -> Resources:
+    """What a compiled kernel takes."""
     if target.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         counts = [int(re.search(rf"{field}:\s+(\d+)", text)[1]) for field in (r"\.vgpr_count", r"\.vgpr_spill_count")]
@@ -188,17 +249,26 @@ def _described(
     names: list[str], types: dict[str, Any], constants: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[Any, Any], dict[Any, Any]]:
     """Types, constants and divisibility of the arguments as the compiler wants them."""
-    signature, values, attributes = {}, {}, {}
+    signature: dict[str, Any] = {}
+    values: dict[Any, Any] = {}
+    attributes: dict[Any, Any] = {}
+
+    def describe(place: tuple[int, ...], kind: Any) -> None:
+        """Last strides are 1, the others and all addresses are divisible by 16."""
+        if isinstance(kind, tuple):
+            for inner, each in enumerate(kind):
+                describe((*place, inner), each)
+        elif kind == "constexpr":
+            values.setdefault(place, 1)
+        elif not kind.startswith(("tensordesc", "fp32")):
+            attributes[place] = DIVISIBLE
+
     for index, name in enumerate(names):
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         if name in constants:
             values[(index,)] = constants[name]
-        elif name in ("key_groups", "value_groups"):
-            values |= {(index, 2, 3): 1, (index, 3, 3): 1}
-            attributes |= dict.fromkeys(((index, 0), (index, 1)), DIVISIBLE)
-            attributes |= {(index, place, axis): DIVISIBLE for place in (2, 3) for axis in range(2)}
-        elif name not in PLAIN and not signature[name].startswith(("tensordesc", "fp32")):
-            attributes[(index,)] = DIVISIBLE
+        elif name not in PLAIN:
+            describe((index,), signature[name])
     return signature, values, attributes
 
 
