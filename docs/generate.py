@@ -17,18 +17,40 @@ TEXT_KEYS = ("topic", "command", "revision", "device")
 KEYS = {*TEXT_KEYS, "versions", "figures"}
 FIGURE_KEYS = {"value", "unit", "against"}
 
-SHOWN = {
+PLOTTED = {
     "gpu-rounds": "Steady rounds of one row. Above, their time by kind of kernel, and their wall time. Below, the wall "
     "time over the time in which kernels run, and over the time that reading the weights once takes. `c1024` is the "
     "length of the context; `eager` is one verify pass of plain transformers.",
     "kv-codecs": "How far a codec moves the next-token law, by the bits of a stored number.",
+    "qwen35-27b-shape": "Rounds of one row in the shape of Qwen3.5-27B, as for other models in [rounds on the device]"
+    "(device.md). `plain` is without `compile()`; `eager` is one verify pass of plain transformers.",
     "verify-attention": "Bytes of the cached keys and values over the time of the op, as a share of the streaming read "
     "bandwidth that was measured in the same run.",
 }
-"""Topics that pages of their own show, and what their plots show."""
+"""Topics with a plot, and what it shows."""
 
-TABULATED = {"gpu-rounds", "verify-attention"}
-"""Those of them whose tables these pages show too."""
+TABULATED = {
+    "gated-delta": "Fold and verify of one layer in the shape of Qwen3.5-27B: `t16.b8` are 16 nodes in each of 8 rows. "
+    "`vs_` says how many times as long another way takes for the same rows.",
+    "gpu-rounds": "",
+    "state-drift": "Relative error of a state in the last quarter of 4,096 tokens, beside one in float64; `growth` "
+    "says how many times that of the second quarter it is. `usual` has keys of any direction and decays as layers are "
+    "initialised; `hard` has keys with cosines of 0.98, full corrections and hardly any decay, so that errors stay for "
+    "two thousand tokens. `_state` is the dtype of the state at rest, `_records` that of the updates that are folded "
+    "into a float32 state.",
+    "verify-attention": "",
+}
+"""Topics whose tables stand on pages of their own too, and what has to be said of them where no plot says it."""
+
+SHOWN = sorted({*PLOTTED, *TABULATED})
+"""Topics that pages of their own show."""
+
+HEADINGS = {
+    "gated-delta": "One layer, measured",
+    "qwen35-27b-shape": "Whole rounds, measured",
+    "state-drift": "Rounding, measured",
+}
+"""Headings of topics that share a page."""
 
 Draw = Callable[[str, Mapping[str, float], Path], bool]
 """Draws the plot of a topic from its figures into a file; says whether it has one."""
@@ -74,9 +96,11 @@ def shown(docs: Path, topic: str, draw: Draw | None) -> str:
         return ""
     result = read(path)
     values = {name: figure["value"] for name, figure in result["figures"].items()}
-    parts = ["## Measured\n"]
-    if draw is not None and draw(topic, values, docs / "_generated" / f"{topic}.svg"):
-        parts += [f"{SHOWN[topic]}\n", f"![Plot of {topic}](_generated/{topic}.svg)\n"]
+    parts = [f"## {HEADINGS.get(topic, 'Measured')}\n"]
+    if draw is not None and topic in PLOTTED and draw(topic, values, docs / "_generated" / f"{topic}.svg"):
+        parts += [f"{PLOTTED[topic]}\n", f"![Plot of {topic}](_generated/{topic}.svg)\n"]
+    if TABULATED.get(topic):
+        parts.append(f"{TABULATED[topic]}\n")
     parts.append(circumstances(result))
     parts.append(figures(result) if topic in TABULATED else "All figures are in [Benchmarks](benchmarks.md).\n")
     return "\n".join(parts)

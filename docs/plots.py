@@ -111,6 +111,7 @@ def kv_codecs(figure: Any, values: Values) -> None:
 PLOTS: dict[str, Callable[[Any, Values], None]] = {
     "gpu-rounds": gpu_rounds,
     "kv-codecs": kv_codecs,
+    "qwen35-27b-shape": gpu_rounds,
     "verify-attention": verify_attention,
 }
 

@@ -108,6 +108,15 @@ def test_a_page_shows_a_plot_where_one_can_be_drawn(generate, tmp_path):
     assert "kl.one" not in text  # its table is on the page of all benchmarks alone
 
 
+def test_a_page_shows_a_table_where_there_is_no_plot(generate, tmp_path):
+    measured(tmp_path, "state-drift", {"usual.float32": 1e-7})
+    generate["write_all"](tmp_path, lambda *_: pytest.fail("it has no plot"))
+    text = (tmp_path / "_generated" / "state-drift.md").read_text()
+    assert text.startswith("## Rounding, measured\n")
+    assert "Relative error of a state" in text
+    assert "| `usual.float32` | 1e-07 | ratio | plain |" in text
+
+
 def test_pages_include_the_topics_that_are_generated_for_them(generate):
     included = re.findall(r"_generated/(\S+)\.md", "".join(page.read_text() for page in PAGES))
     assert sorted(included) == sorted(["arguments", "benchmarks", *generate["SHOWN"]])
@@ -152,7 +161,7 @@ def test_a_plot_shows_the_figures(plots, tmp_path, topic):
 
 
 def test_topics_with_and_without_a_plot(generate, plots, tmp_path):
-    assert set(plots["PLOTS"]) == set(generate["SHOWN"])
+    assert set(plots["PLOTS"]) == set(generate["PLOTTED"])
     assert not plots["draw"]("cpu-rounds", {}, tmp_path / "none.svg")
     assert list(tmp_path.iterdir()) == []
 
@@ -164,7 +173,7 @@ def test_a_plot_without_its_figures_stops_the_build(plots, tmp_path, topic):
 
 
 def test_every_benchmark_in_the_tree_can_be_drawn(generate, plots, tmp_path):
-    for topic in generate["SHOWN"]:
+    for topic in generate["PLOTTED"]:
         path = DOCS / "benchmarks" / f"{topic}.json"
         if path.exists():
             figures = generate["read"](path)["figures"]

@@ -15,6 +15,7 @@ SAYS = {
     "quickstart": "Same tokens as plain greedy decoding: yes",
     "block_drafter": "Same tokens as plain greedy decoding: yes",
     "feature_drafter": "Same tokens as plain greedy decoding: yes",
+    "hybrid_target": "Same tokens as plain greedy decoding: yes",
     "device_rounds": "Same tokens as plain greedy decoding, both: yes",
 }
 """What an example must have found."""

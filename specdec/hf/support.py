@@ -27,8 +27,8 @@ _OWN_GEOMETRY: tuple[tuple[str, Callable[[Any], bool]], ...] = (
 def check_model(model: Any) -> None:
     """Raises `UnsupportedError` if the model cannot verify trees; the message says what is in the way and what to do.
 
-    Encoder-decoders, recurrent layers, attention functions without 4D masks and forwards that choose positions
-    themselves are refused here.
+    Encoder-decoders, recurrent layers of another kind than Gated DeltaNet, attention functions without 4D masks and
+    forwards that choose positions themselves are refused here.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "generate"):
