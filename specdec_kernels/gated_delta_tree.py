@@ -37,6 +37,8 @@ def refusal(call: Any) -> str:
     dtypes = {tensor.dtype for tensor in tensors if tensor is not None}
     if not dtypes <= set(DTYPES):
         return f"{', '.join(map(str, DTYPES))}, not {', '.join(sorted(map(str, dtypes - set(DTYPES))))}"
+    if any(part is not None and part.dim() == 4 for part in (call.decay, call.path and call.path.decays)):
+        return "one decay of a head, not one of each channel"
     nodes = max(0 if call.value is None else call.value.shape[1], 0 if call.path is None else call.path.keys.shape[1])
     width = call.state.shape[3 if call.value_first else 2]
     if nodes > MOST_NODES or width > WIDEST:

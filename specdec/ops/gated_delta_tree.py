@@ -42,7 +42,7 @@ class DeltaRecord:
         keys: as they were given, `[batch, nodes, key_heads, key_dim]`.
         updates: what each node adds along its key as it was given (u above, over the key's length),
             `[batch, nodes, heads, value_dim]`, in float32 or float64.
-        decays: sums of log-decays along the paths (G above), `[batch, nodes, heads]`, like `updates`.
+        decays: sums of log-decays along the paths (G above), of the decays' shape, like `updates`.
 
     Example:
         >>> import torch
@@ -54,7 +54,7 @@ class DeltaRecord:
 
     keys: Float[Tensor, "batch nodes key_heads key_dim"]
     updates: Float[Tensor, "batch nodes heads value_dim"]
-    decays: Float[Tensor, "batch nodes heads"]
+    decays: Float[Tensor, "batch nodes heads *channels"]
 
     def along(self, nodes: Int[Tensor, "batch path"]) -> "DeltaRecord":
         """The record of some nodes, such as a path, in their order; indices below 0 are read as 0."""
@@ -91,7 +91,7 @@ def gated_delta_tree(
     query: Float[Tensor, "batch nodes key_heads key_dim"],
     key: Float[Tensor, "batch nodes key_heads key_dim"],
     value: Float[Tensor, "batch nodes heads value_dim"],
-    decay: Float[Tensor, "batch nodes heads"],
+    decay: Float[Tensor, "batch nodes heads *channels"],
     beta: Float[Tensor, "batch nodes heads"],
     ancestors: Int[Tensor, "batch nodes words"],
     state: Float[Tensor, "batch heads rows columns"],
@@ -116,7 +116,8 @@ def gated_delta_tree(
         query: of each node and key head; several value heads in a row share a key head.
         key: of each node and key head.
         value: of each node and value head.
-        decay: logarithms of the decays, at most 0.
+        decay: logarithms of the decays, at most 0; with a last dimension of `key_dim`, one for each channel of the keys
+            (Kimi Delta Attention), which the reference computes.
         beta: strengths of the corrections, 0 to 1 (to 2 where eigenvalues may be negative).
         ancestors: bit masks of each node's ancestors, itself included, in topological order (`ops.tree_layout`).
         state: what came before the tree, `[batch, heads, key_dim, value_dim]`; with `value_first`
@@ -221,21 +222,24 @@ def _over_length(rows: Tensor, call: DeltaCall) -> Tensor:
     return (squares + call.epsilon).rsqrt() if call.normalize else torch.ones_like(squares)
 
 
+def _decays(decays: Tensor, call: DeltaCall) -> Tensor:
+    """Log-decays `[batch, heads, nodes, channels]`: one channel for all keys of a head, or one for each."""
+    return (decays[..., None] if decays.dim() == 3 else decays).to(call.dtype).transpose(1, 2)
+
+
 def _fold(call: DeltaCall) -> None:
     """The state behind a path, in plain torch."""
     if call.path is None or call.counts is None or call.path.decays.shape[1] == 0:
         return
-    kept = torch.arange(call.path.decays.shape[1], device=call.state.device) < call.counts[:, None]
-    keys = _spread(call.path.keys, call)
-    decays = call.path.decays.to(call.dtype).transpose(1, 2).masked_fill(~kept[:, None], 0)
-    last = decays.gather(2, (call.counts - 1).clamp_min(0)[:, None, None].expand(-1, decays.shape[1], 1))
-    weights = (last - decays).exp().masked_fill(~kept[:, None], 0)
-    updates = call.path.updates.to(call.dtype).transpose(1, 2).masked_fill(~kept[:, None, :, None], 0)
-    keys = keys.masked_fill(~kept[:, None, :, None], 0)
-    added = keys.transpose(2, 3) @ (updates * weights[..., None])
-    state = call.state.to(call.dtype) * last[..., None].exp()
-    folded = state + (added.transpose(2, 3) if call.value_first else added)
-    call.state.copy_(torch.where((call.counts > 0)[:, None, None, None], folded.to(call.state.dtype), call.state))
+    kept = (torch.arange(call.path.decays.shape[1], device=call.state.device) < call.counts[:, None])[:, None, :, None]
+    decays = _decays(call.path.decays, call).masked_fill(~kept, 0)
+    ends = (call.counts - 1).clamp_min(0)[:, None, None, None].expand(-1, *decays.shape[1:2], 1, decays.shape[3])
+    last = decays.gather(2, ends)
+    keys = (_spread(call.path.keys, call) * (last - decays).exp()).masked_fill(~kept, 0)
+    updates = call.path.updates.to(call.dtype).transpose(1, 2).masked_fill(~kept, 0)
+    state = call.state.transpose(2, 3) if call.value_first else call.state
+    folded = state.to(call.dtype) * last.exp().transpose(2, 3) + keys.transpose(2, 3) @ updates
+    state.copy_(torch.where((call.counts > 0)[:, None, None, None], folded.to(state.dtype), state))
 
 
 def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
@@ -246,25 +250,34 @@ def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
     query, key = (_spread(rows, call) for rows in (given.query, given.key))
     query, shortened = query * _over_length(query, call), _over_length(key, call)
     key = key * shortened
-    value = given.value.to(call.dtype).transpose(1, 2)
-    decay, beta = (part.to(call.dtype).transpose(1, 2) for part in (given.decay, given.beta))
-    broken = ~(key.isfinite().all(-1) & value.isfinite().all(-1) & decay.isfinite() & beta.isfinite())
-    key, value = (rows.masked_fill(broken[..., None], 0) for rows in (key, value))
-    decay, beta = (part.masked_fill(broken, 0) for part in (decay, beta))
+    value, beta = (part.to(call.dtype).transpose(1, 2) for part in (given.value, given.beta))
+    decay = _decays(given.decay, call)
+    rows = (key, value, decay)
+    broken = ~torch.stack([beta.isfinite(), *(part.isfinite().all(-1) for part in rows)]).all(0)
+    key, value, decay = (part.masked_fill(broken[..., None], 0) for part in rows)
+    beta = beta.masked_fill(broken, 0)
     state = call.state.to(call.dtype)
     state = state.transpose(2, 3) if call.value_first else state
-    path_decay = (member * decay[:, :, None, :]).sum(-1)
-    between = (path_decay[..., :, None] - path_decay[..., None, :]).masked_fill(~member, 0).exp() * member
-    before = beta[..., None] * (between * (key @ key.transpose(2, 3))).tril(-1)
-    carried = path_decay.exp()[..., None]
-    target = beta[..., None] * (value - carried * (key @ state))
-    eye = torch.eye(nodes, dtype=call.dtype, device=key.device)
-    updates = torch.linalg.solve_triangular(before + eye, target, upper=False, unitriangular=True)
-    output = carried * (query @ state) + (between * (query @ key.transpose(2, 3))) @ updates
+    path_decay = member.to(call.dtype) @ decay
+    between = path_decay[:, :, :, None] - path_decay[:, :, None]
+    between = between.masked_fill(~member[..., None], 0).exp() * member[..., None]
+    carried = path_decay.exp()
+
+    def met(rows: Tensor) -> Tensor:
+        """Products of rows with the keys on their paths, decayed on the way."""
+        if between.shape[-1] == 1:
+            return between[..., 0] * (rows @ key.transpose(2, 3))
+        return (rows[:, :, :, None] * key[:, :, None] * between).sum(-1)
+
+    target = beta[..., None] * (value - (key * carried) @ state)
+    system = (beta[..., None] * met(key)).tril(-1) + torch.eye(nodes, dtype=call.dtype, device=key.device)
+    updates = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    output = (query * carried) @ state + met(query) @ updates
     reached = (member & broken[:, :, None, :]).any(-1)[..., None]
     output, updates = output * call.scale, updates * shortened
     output, updates = (rows.masked_fill(reached, torch.nan).transpose(1, 2) for rows in (output, updates))
-    return output.to(given.value.dtype), DeltaRecord(given.key, updates, path_decay.transpose(1, 2))
+    path_decay = path_decay.transpose(1, 2).reshape(given.decay.shape)
+    return output.to(given.value.dtype), DeltaRecord(given.key, updates, path_decay)
 
 
 def _check(call: DeltaCall) -> None:
@@ -289,7 +302,7 @@ def _check(call: DeltaCall) -> None:
             "key": [batch, nodes, key_heads, key_dim],
             "query": [batch, nodes, key_heads, key_dim],
             "value": [batch, nodes, heads, value_dim],
-            "decay": [batch, nodes, heads],
+            "decay": [batch, nodes, heads, *([key_dim] if given.decay.dim() == 4 else [])],
             "beta": [batch, nodes, heads],
             "ancestors": [batch, nodes, -(-nodes // 64)],
         }
@@ -313,7 +326,8 @@ def _check(call: DeltaCall) -> None:
 def _check_record(name: str, record: DeltaRecord, batch: int, heads: int, value_dim: int, key_dim: int) -> None:
     """Raises unless a record fits a state."""
     nodes, key_heads = record.keys.shape[1:3] if record.keys.dim() == 4 else (0, 0)
-    shapes = [batch, nodes, key_heads, key_dim], [batch, nodes, heads, value_dim], [batch, nodes, heads]
+    decays = [batch, nodes, heads, *([key_dim] if record.decays.dim() == 4 else [])]
+    shapes = [batch, nodes, key_heads, key_dim], [batch, nodes, heads, value_dim], decays
     for part, tensor, wanted in zip(("keys", "updates", "decays"), _parts(record), shapes, strict=True):
         if list(tensor.shape) != wanted:
             raise ShapeError(f"gated_delta: {name}.{part} must be {wanted}, got {list(tensor.shape)}.")

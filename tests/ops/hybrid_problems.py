@@ -36,10 +36,15 @@ class DeltaProblem:
         hard: bool = False,
         value_first: bool = False,
         normalize: bool = True,
+        channelwise: bool = False,
         dtype: torch.dtype = torch.float64,
         state_dtype: torch.dtype = torch.float64,
     ) -> None:
-        """Hard problems have keys that are nearly the same, full corrections and hardly any decay."""
+        """Hard problems have keys that are nearly the same, full corrections and hardly any decay.
+
+        With `channelwise`, each channel of the keys has a decay of its own.
+        """
+        self.channelwise = channelwise
         self.draw, self.rng = torch.Generator().manual_seed(seed), random.Random(seed)
         self.tree = random_tree(seed, sizes, style)
         self.dtype, self.heads, self.dims, self.hard = dtype, heads, dims, hard
@@ -62,7 +67,8 @@ class DeltaProblem:
         (key_heads, heads), (key_dim, value_dim) = self.heads, self.dims
         query, key = self.normal(batch, nodes, key_heads, key_dim), self.normal(batch, nodes, key_heads, key_dim)
         value = self.normal(batch, nodes, heads, value_dim)
-        decay, beta = -self.normal(batch, nodes, heads).abs(), self.normal(batch, nodes, heads).sigmoid()
+        channels = (key_dim,) if self.channelwise else ()
+        decay, beta = -self.normal(batch, nodes, heads, *channels).abs(), self.normal(batch, nodes, heads).sigmoid()
         if self.hard:
             key = self.normal(batch, 1, key_heads, key_dim) + 0.2 * key  # the cosine of two of them is about 0.96
             decay, beta = decay * 1e-3, 1 - beta * 1e-3
@@ -75,7 +81,7 @@ class DeltaProblem:
             if self.call["normalize"]:
                 query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
             query, key = (part.repeat_interleave(groups, 0) for part in (query, key))
-            state = state * decay.exp()[:, None, None]
+            state = state * (decay[..., None] if self.channelwise else decay[:, None, None]).exp()
             known = torch.einsum("hkv,hk->hv", state, key)
             state = state + torch.einsum("hk,hv->hkv", key, beta[:, None] * (value - known))
             output = torch.einsum("hkv,hk->hv", state, query) * self.dims[0] ** -0.5

@@ -56,6 +56,11 @@ def test_the_closed_form_is_the_walk(**inputs: Any) -> None:
 
 
 @given(**CASES)
+def test_with_a_decay_for_each_channel(**inputs: Any) -> None:
+    law(lambda call: call, "reference", EXACT, **inputs, channelwise=True)
+
+
+@given(**CASES)
 def test_in_float32(**inputs: Any) -> None:
     law(lambda call: call, "reference", ROUNDING, **inputs, dtype=torch.float32, state_dtype=torch.float32)
 
