@@ -86,7 +86,12 @@ class TreeContext:
 
 
 def choose(
-    attention: Attention, device: torch.device, *, weights: bool, prompt: Bool[Tensor, "batch prompt"] | None
+    attention: Attention,
+    device: torch.device,
+    *,
+    weights: bool,
+    prompt: Bool[Tensor, "batch prompt"] | None,
+    latent: bool = False,
 ) -> ops.Impl | None:
     """The implementation of the op for a request, or None for the model's own attention.
 
@@ -95,6 +100,7 @@ def choose(
         device: where the model wants its inputs.
         weights: whether attention weights are to be returned, which only the model's own attention has.
         prompt: False on padding of the prompt.
+        latent: whether the cache holds what keys and values are made of (multi-head latent attention).
 
     Raises:
         UnsupportedError: if the op was asked for and cannot serve the request, with the reason.
@@ -104,7 +110,9 @@ def choose(
     can, reason = ops.available("tree_attention", device)
     if attention == "model" or (attention == "auto" and not (can and device.type == "cuda")):
         return None
-    reason = obstacle(weights=weights, prompt=prompt) or (reason if attention == "triton" and not can else "")
+    reason = obstacle(weights=weights, prompt=prompt, latent=latent) or (
+        reason if attention == "triton" and not can else ""
+    )
     if not reason:
         return attention
     if attention == "auto":
@@ -112,8 +120,10 @@ def choose(
     raise UnsupportedError(f"attention={attention!r} cannot serve this request: {reason}. Use attention='model'.")
 
 
-def obstacle(*, weights: bool, prompt: Bool[Tensor, "batch prompt"] | None) -> str:
+def obstacle(*, weights: bool, prompt: Bool[Tensor, "batch prompt"] | None, latent: bool = False) -> str:
     """Why no implementation of the op can serve a request; an empty string if one can. Arguments as for `choose`."""
+    if latent:
+        return "the model makes keys and values of what its cache holds, and does so after the cache was read"
     if weights:
         return "output_attentions=True asks for weights, which it does not compute"
     if prompt is not None and not bool((prompt == (prompt.cumsum(-1) > 0)).all()):

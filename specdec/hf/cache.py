@@ -219,9 +219,10 @@ class RowCache(compat.Cache):
         types, arguments = compat.get_layer_types_and_kwargs(decoder)
         check_layer_types(types)
         kv = kv if kv is not None else KVCacheConfig()
-        for dim in {dim for _, dim in compat.kv_shapes(decoder)}:
+        for key_dim, value_dim in {(key_dim, value_dim) for _, key_dim, value_dim in compat.kv_shapes(decoder)}:
             for kind in set(types) - {"dummy", "linear_attention"}:
-                kv.for_layer(kind).bits_per_element(dim)  # raises where a codec cannot store rows of this length
+                # Raises where a codec cannot store rows of this length.
+                kv.for_layer(kind).bits_per_element(key_dim, value_dim)
         self.recurrent = RecurrentStates(
             {index: kv.states for index, kind in enumerate(types) if kind == "linear_attention"}
         )

@@ -59,21 +59,32 @@ def has_layer_types(config: Any) -> bool:
     return hasattr(config.get_text_config(decoder=True), "layer_types")
 
 
-def kv_shapes(config: Any) -> list[tuple[int, int]]:
-    """Key/value heads of each layer, and their dimension; a model whose layers differ has a configuration for each."""
+def kv_shapes(config: Any) -> list[tuple[int, int, int]]:
+    """Heads of each layer's cached rows, and numbers of a key and of a value; for latents, of the two parts of a row.
+
+    A model whose layers differ has a configuration for each.
+    """
+    if caches_latents(config):
+        return [(1, int(config.kv_lora_rank), int(config.qk_rope_head_dim))] * int(config.num_hidden_layers)
     layers = getattr(config, "per_layer_config", None)
     layers = [layers[index] if layers else config for index in range(config.num_hidden_layers)]
-    return [
-        (
-            getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads,
-            getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads,
-        )
-        for layer in layers
-    ]
+    found = []
+    for layer in layers:
+        dim = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        found.append((getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads, dim, dim))
+    return found
+
+
+def caches_latents(config: Any) -> bool:
+    """Whether the cache holds compressed rows, of which the model makes keys and values after it has read them."""
+    return getattr(config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
 
 
 def recurrent_shape(config: Any) -> tuple[int, int, int, int, int]:
     """Key heads, value heads, numbers of a key and of a value, and taps of the convolution of gated delta layers."""
+    if hasattr(config, "linear_num_heads"):
+        count, size = int(config.linear_num_heads), int(config.linear_head_dim)
+        return count, count, size, size, int(config.linear_conv_kernel_dim)
     heads = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
     return (
         *heads,
@@ -93,6 +104,7 @@ __all__ = [
     "DynamicSlidingWindowLayer",
     "LinearAttentionLayer",
     "attention_implementation",
+    "caches_latents",
     "get_layer_types_and_kwargs",
     "has_layer_types",
     "kv_shapes",

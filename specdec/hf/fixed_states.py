@@ -24,7 +24,6 @@ class PassedState(compat.LinearAttentionLayer):
     def __init__(self) -> None:
         """Holds nothing."""
         super().__init__()
-        self.record_past = True  # transformers asks this before it takes its way for single tokens
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
@@ -33,7 +32,7 @@ class PassedState(compat.LinearAttentionLayer):
         return conv_states
 
     def update_recurrent_state(self, recurrent_states: Any, state_idx: int = 0, **kwargs: Any) -> Any:
-        """What the rule returned: nothing."""
+        """What the rule returned, which nobody reads."""
         return recurrent_states
 
 
@@ -63,7 +62,7 @@ class FixedStates:
                 first.history.new_zeros(*lead, channels),
                 first.history.new_zeros(*lead, key_heads, key_dim),
                 first.state.new_zeros(*lead, heads, value_dim, dtype=wide),
-                first.state.new_zeros(*lead, heads, dtype=wide),
+                first.state.new_zeros(*lead, heads, *([first.channels] if first.channels else []), dtype=wide),
             )
             for _ in range(2)
         ]

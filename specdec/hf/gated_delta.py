@@ -25,8 +25,11 @@ from specdec.trees import topology
 
 CONTEXT = "specdec_recurrent"
 CONVOLUTION = "causal_conv1d_fn"
-RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
-NAMES = (CONVOLUTION, *RULES)
+RULES = (
+    ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"),
+    ("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"),
+)
+"""Names of the rule for several tokens and for one: of Gated DeltaNet, and of Kimi Delta Attention."""
 
 TOLERANCE = {torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest error of a tree's outputs beside those of single steps, relative to the largest; 1e-3 in wider dtypes."""
@@ -40,14 +43,16 @@ class Context(Protocol):
 
     def rule(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor | None] | None:
+    ) -> tuple[Tensor, Tensor] | None:
         """The rule's outputs `[batch, rows, heads, value_dim]`, and what the layer shall hand to its cache."""
 
 
 def gated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The gated delta layers of a model, in order."""
     return [
-        layer for layer in model.modules() if hasattr(layer, "conv1d") and hasattr(layer, "A_log") and _named(layer)
+        layer
+        for layer in model.modules()
+        if hasattr(layer, "conv1d") and hasattr(layer, "layer_idx") and _names(_module(layer))
     ]
 
 
@@ -60,8 +65,10 @@ def _module(layer: torch.nn.Module) -> ModuleType:
     return sys.modules[type(layer).__module__]
 
 
-def _named(layer: torch.nn.Module) -> bool:
-    return all(hasattr(_module(layer), name) for name in NAMES)
+def _names(module: ModuleType) -> tuple[str, ...]:
+    """The names that the layers of a module go by; none if it has no such layers."""
+    rules = next((names for names in RULES if all(hasattr(module, name) for name in names)), None)
+    return (CONVOLUTION, *rules) if rules is not None and hasattr(module, CONVOLUTION) else ()
 
 
 _lock = threading.Lock()
@@ -93,11 +100,11 @@ _stand_ins: dict[str, dict[str, Callable[..., Any]]] = {}
 
 def _put_in(module: ModuleType) -> None:
     """Stand-ins are kept while the originals stay the same, since compiled forwards are bound to them."""
-    found = {name: getattr(module, name) for name in NAMES}
+    found = {name: getattr(module, name) for name in _names(module)}
     if _originals.get(module.__name__) != found:
         _originals[module.__name__] = found
         _stand_ins[module.__name__] = {
-            name: _convolution(found[name]) if name == CONVOLUTION else _rule(found[name]) for name in NAMES
+            name: _convolution(original) if name == CONVOLUTION else _rule(original) for name, original in found.items()
         }
     for name, function in _stand_ins[module.__name__].items():
         setattr(module, name, function)
@@ -140,8 +147,8 @@ def check_kinds(model: torch.nn.Module, kinds: list[str]) -> None:
     if found != wanted:
         raise UnsupportedError(
             f"{type(model).__name__} has {wanted} layers of type linear_attention, of which {found} are gated delta "
-            "layers as in Qwen3-Next, Qwen3.5 and OLMo-Hybrid; the state of the others cannot be rewound after a "
-            "rejected draft. Use model.generate for this model."
+            "layers as in Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi-Linear; the state of the others cannot be rewound "
+            "after a rejected draft. Use model.generate for this model."
         )
     if wanted and wanted == len(kinds):
         raise UnsupportedError(
@@ -187,10 +194,10 @@ def self_test(layer: Any) -> None:
         states.begin(visible)
         found = layer(nodes, cache=cache, **{CONTEXT: states})
     if not states.ran:
+        names = ", ".join(_names(_module(layer)))
         raise UnsupportedError(
-            f"the forward of {name} does not call {', '.join(NAMES)} of its module: another kernel has taken its "
-            "place, which a tree cannot pass through. Load the model without it (use_kernels=False), or use "
-            "model.generate."
+            f"the forward of {name} does not call {names} of its module: another kernel has taken its place, which a "
+            "tree cannot pass through. Load the model without it (use_kernels=False), or use model.generate."
         )
     states.keep(torch.tensor([paths[0]], device=weight.device), torch.tensor([3], device=weight.device))
     states.fold()

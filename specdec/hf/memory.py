@@ -67,15 +67,16 @@ def estimate_memory(
     # Bytes of a slot, over all layers with the same window.
     slot: dict[int | None, float] = defaultdict(float)
     fixed = 0
-    for kind, kwargs, (heads, dim) in zip(types, arguments, compat.kv_shapes(decoder), strict=True):
+    for kind, kwargs, (heads, *dims) in zip(types, arguments, compat.kv_shapes(decoder), strict=True):
         if kind == "linear_attention":
             sizes = RecurrentBytes.of(decoder, model.dtype, kv.states)
             held = 2 * sizes.node if execution == "device" else sizes.pending
             fixed += batch * (sizes.state + (nodes + 1) * held)
         elif kind != "dummy":
             config = kv.for_layer(kind)
-            bits = sum(codec.bits_per_element(dim, model.dtype) for codec in (config.keys, config.values))
-            slot[kwargs.get("sliding_window")] += batch * heads * dim * bits / 8
+            codecs = zip((config.keys, config.values), dims, strict=True)
+            bits = sum(codec.bits_per_element(dim, model.dtype) * dim for codec, dim in codecs)
+            slot[kwargs.get("sliding_window")] += batch * heads * bits / 8
     if execution == "device":
         slots = capacity(prompt + new_tokens, nodes + 1)
         return fixed + round(
@@ -122,11 +123,12 @@ class RecurrentBytes:
         channels = 2 * key_heads * key_dim + heads * value_dim
         wide = 8 if states == torch.float64 else 4
         size = (torch.float32 if states is None else states).itemsize
-        updates = wide * heads * (value_dim + 1)
+        decays = key_dim if hasattr(config, "linear_num_heads") else 1  # one for each channel, or one for all
+        updates = wide * heads * (value_dim + decays)
         return cls(
             state=size * heads * key_dim * value_dim + dtype.itemsize * channels * taps,
             node=updates + dtype.itemsize * (channels + key_heads * key_dim),
-            pending=updates + dtype.itemsize * (2 * channels + heads) + 4 * heads,
+            pending=updates + dtype.itemsize * (2 * channels + heads) + 4 * heads * decays,
         )
 
 

@@ -43,11 +43,15 @@ class RecurrentLayer(compat.LinearAttentionLayer):
 
     Args:
         dtype: of the state at rest; None for that of the model's own rule, float32.
+
+    Attributes:
+        channels: decays of a head, where each channel of its keys has one; 0 for one decay.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.state_dtype = dtype
+        self.channels = 0
         self.nodes: Nodes | None = None
         self.path: Path | None = None
 
@@ -59,11 +63,10 @@ class RecurrentLayer(compat.LinearAttentionLayer):
             return conv_states
         return super().update_conv_state(conv_states, state_idx, conv_kernel_size, **kwargs)
 
-    def update_recurrent_state(self, recurrent_states: Tensor | None, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Takes the state behind a prompt; that behind a tree does not exist."""
-        if recurrent_states is not None:
-            super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
-        return self.state
+        own = self.record_past or self.state_dtype == torch.float64  # the state was written by the rule
+        return self.state if own else super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
 
     @property
     def history(self) -> Float[Tensor, "batch channels columns"]:
@@ -97,7 +100,8 @@ class RecurrentLayer(compat.LinearAttentionLayer):
 
     def end_prefill(self) -> None:
         """From here on every forward is a tree."""
-        self.record_past = True  # transformers asks this before it takes its way for single tokens
+        self.record_past = True
+        self.has_previous_state[0] = False  # or transformers would take its way for single tokens
         if self.state_dtype is not None:
             self.recurrent_states[0] = self.state.to(self.state_dtype)
 
@@ -199,12 +203,13 @@ class RecurrentStates:
 
     def rule(
         self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """The rule over the new rows, and no state; in a prompt None, or where float64 was asked for, the state too."""
+    ) -> tuple[Tensor, Tensor] | None:
+        """The rule over the new rows, and the state before them; None in a prompt, unless float64 was asked for."""
         layer = self._serving
         if layer is None:
             return None
         rows = query, key, value, decay, beta
+        layer.channels = decay.shape[3] if decay.dim() == 4 else 0
         if self._words is None:
             return _prompt(layer, rows) if layer.state_dtype == torch.float64 else None
         nodes, path = cast(Nodes, layer.nodes), layer.path
@@ -218,16 +223,16 @@ class RecurrentStates:
             counts=None if path is None else path.counts,
         )
         layer.nodes, layer.path, self.ran = Nodes(nodes.inputs, rows, record), None, True
-        return output[:, -self._new :], None
+        return output[:, -self._new :], layer.state
 
 
 def _prompt(layer: RecurrentLayer, rows: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """A run of tokens after each other: outputs, and the state behind them."""
     batch, _, heads, width = rows[2].shape
-    if layer.is_recurrent_states_initialized[0]:
-        state = layer.state
-    else:
-        state = rows[2].new_zeros(batch, heads, rows[1].shape[3], width, dtype=torch.float64)
+    if not layer.is_recurrent_states_initialized[0]:
+        empty = rows[2].new_zeros(batch, heads, rows[1].shape[3], width, dtype=torch.float64)
+        layer.lazy_initialization(recurrent_states=empty)
+    state = layer.state
     outputs = []
     for chunk in zip(*(part.split(CHUNK, 1) for part in rows), strict=True):
         size = chunk[0].shape[1]

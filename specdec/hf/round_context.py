@@ -118,14 +118,14 @@ class RoundContext:
             return found.transpose(1, 2)
         return states.convolve(states.serving, inputs, weight, bias, activation)
 
-    def rule(
-        self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The gated delta rule of a layer; one operator to `torch.compile`."""
+    def rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """The gated delta rule of a layer; one operator to `torch.compile`. The cache has no use for a state."""
         states = self._states()
         if torch.compiler.is_compiling():
-            return torch.ops.specdec.device_rule(query, key, value, decay, beta, states.serving), None
-        return states.rule(states.serving, query, key, value, decay, beta), None
+            output: Tensor = torch.ops.specdec.device_rule(query, key, value, decay, beta, states.serving)
+        else:
+            output = states.rule(states.serving, query, key, value, decay, beta)
+        return output, output
 
     def _states(self) -> FixedStates:
         if self.cache.recurrent is None:

@@ -93,7 +93,7 @@ class ModelTarget:
         self._geometry = geometry.PromptGeometry.of(self._kwargs, input_ids, self._generation_config)
         self._prompt_mask, self.next_position = self._geometry.mask, self._geometry.following
         self.cache = RowCache(self.model.config, cache, self._prompt_mask)
-        self._op = choose(attention, self.model_device, weights=self._wants_attentions, prompt=self._prompt_mask)
+        self._op = choose(attention, self.model_device, **self._asked)
         self.starts = None if self._prompt_mask is None else (~self._prompt_mask).sum(-1)
         self._check_rope()
         self._token_type = self._kwargs.get("token_type_ids")
@@ -113,7 +113,13 @@ class ModelTarget:
             return "token_type_ids are not handed on"
         if self._geometry.axes is not None:
             return "its positions have several axes that differ"
-        return obstacle(weights=self._wants_attentions, prompt=self._prompt_mask)
+        return obstacle(**self._asked)
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What an implementation of the op must be able to do."""
+        latent = compat.caches_latents(self.model.config)
+        return {"weights": self._wants_attentions, "prompt": self._prompt_mask, "latent": latent}
 
     @property
     def _decoder(self) -> Any:

@@ -41,7 +41,7 @@ _GEMMA4 = {
     "num_global_key_value_heads": 1,
 }
 
-_GATED = {
+_GATED: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
     "head_dim": 16,
@@ -87,6 +87,28 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _GATED),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", "Qwen3_5MoeForCausalLM", {**_GATED, **_SHARED_EXPERT}),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM", _GATED),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        "KimiLinearForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "layer_types": _GATED["layer_types"],
+            "linear_num_heads": 2,
+            "linear_head_dim": 8,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+    ),
 }
 """Configuration class, model class and what differs from the common shape, per family name."""
 

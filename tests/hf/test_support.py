@@ -48,10 +48,6 @@ def build(config: str, model: str, **options: Any) -> PreTrainedModel:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "kimi_linear": (
-        lambda: build("KimiLinearConfig", "KimiLinearForCausalLM", **TINY, pad_token_id=0),
-        "of which 0 are gated delta layers",
-    ),
     "qwen3_5 without attention": (
         lambda: build("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", **TINY, layer_types=["linear_attention"] * 4),
         "linear_attention only",
