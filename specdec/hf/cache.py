@@ -280,10 +280,11 @@ class RowCache(compat.Cache):
         self._host_lengths = [length] * batch
         self.lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Hands the inputs of a recurrent layer on, and remembers whose they are."""
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """What a recurrent layer asks for first, however many tokens it runs; remembers whose turn it is."""
         self.recurrent.serve(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
 
     def begin(
         self, rows: int, *, encoded: bool = False, visible: Bool[Tensor, "batch rows pending"] | None = None
