@@ -260,6 +260,11 @@ class RowCache(compat.Cache):
             UnsupportedError: see `check_loadable`.
         """
         check_loadable(cache)
+        filled = max(index for index, layer in enumerate(self.layers) if not isinstance(layer, compat.DummyLayer)) + 1
+        if 0 < len(cache.layers) < filled:  # none before the first token
+            raise UnsupportedError(
+                f"the given cache has {len(cache.layers)} layers, the model {filled}; pass the cache that it filled."
+            )
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, RecurrentLayer) != isinstance(theirs, compat.LinearAttentionLayer):
                 raise UnsupportedError(

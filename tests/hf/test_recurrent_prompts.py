@@ -112,10 +112,11 @@ def test_the_returned_cache_continues_in_both_directions(family, prompts):
 
 
 def test_a_cache_of_another_kind_is_refused_by_name():
-    """The cache of a model with other layers, before anything runs."""
+    """The cache of a model with other layers, or with fewer, before anything runs."""
     hybrid, llama = helpers.model("qwen3_5"), helpers.model("llama", num_hidden_layers=4)
     cases = [(hybrid, llama, "DynamicLayer where the model has a RecurrentLayer")]
     cases += [(llama, hybrid, "LinearAttentionLayer where the model has a RowLayer")]
+    cases += [(llama, helpers.model("llama"), "has 2 layers, the model 4")]
     for target, other, message in cases:
         cache = plain_cache(other, [5, 6, 7])
         with helpers.forwards(target) as calls, pytest.raises(UnsupportedError, match=message):
