@@ -84,7 +84,7 @@ def test_after_every_round_states_equal_a_fresh_pass(family, prompts):
     assert max(found) <= EXACT
 
 
-@pytest.mark.parametrize("family", HYBRID)
+@pytest.mark.parametrize("family", ["qwen3_next", "olmo_hybrid"])
 def test_states_in_float32_are_those_of_transformers(family):
     assert max(errors(family, "ragged")) <= PLAIN
 
@@ -246,9 +246,9 @@ MUTANTS = [
 @pytest.mark.parametrize("mutate", MUTANTS)
 def test_wrong_states_are_noticed(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch):
     """By the states and by the text."""
-    target = helpers.model("qwen3_next")
-    reference = helpers.plain(target, **request("one"))
+    target, reference = helpers.model("qwen3_next"), helpers.text("one", NEW, "qwen3_next")
+    assert serve(generator(target), oracle(reference), **request("one")).output.tolist() == reference.tolist()
     mutate(monkeypatch)
-    with pytest.raises(AssertionError):
-        assert max(errors("qwen3_next", "one")) <= PLAIN
+    made = serve(generator(target), oracle(reference), **request("one", max_new_tokens=8))
+    assert state_error(target, program(made.generator), "one") > 1e-2
     assert serve(generator(target), oracle(reference), **request("one")).output.tolist() != reference.tolist()
