@@ -169,9 +169,12 @@ def check_call(arguments: dict[str, Any], *configs: GenerationConfig | None, att
 
 
 def check_model_inputs(model_kwargs: dict[str, Any]) -> None:
-    """Raises `UnsupportedError` for an input of the model's forward that the verify forwards would not get."""
+    """Raises `UnsupportedError` for an input of the model's forward that the verify forwards would not get.
+
+    Models that also read images get an empty dictionary of `mm_encoder_outputs` with a prompt of text alone.
+    """
     for name, value in model_kwargs.items():
-        if value is not None and name not in _MODEL_INPUTS:
+        if value is not None and value != {} and name not in _MODEL_INPUTS:
             raise UnsupportedError(
                 f"{name}= is handed to the model's forward by generate, but not supported by SpeculativeGenerator, "
                 f"which serves {', '.join(sorted(_MODEL_INPUTS))}. Use model.generate for this call."

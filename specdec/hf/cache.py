@@ -261,6 +261,11 @@ class RowCache(compat.Cache):
             UnsupportedError: see `check_loadable`.
         """
         check_loadable(cache)
+        filled = max(index for index, layer in enumerate(self.layers) if not isinstance(layer, compat.DummyLayer)) + 1
+        if 0 < len(cache.layers) < filled:  # none before the first token
+            raise UnsupportedError(
+                f"the given cache has {len(cache.layers)} layers, the model {filled}; pass the cache that it filled."
+            )
         for mine, theirs in zip(self.layers, cache.layers, strict=False):
             if isinstance(mine, RecurrentLayer) != isinstance(theirs, compat.LinearAttentionLayer):
                 raise UnsupportedError(
@@ -281,10 +286,11 @@ class RowCache(compat.Cache):
         self._host_lengths = [length] * batch
         self.lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Hands the inputs of a recurrent layer on, and remembers whose they are."""
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """What a recurrent layer asks for first, however many tokens it runs; remembers whose turn it is."""
         self.recurrent.serve(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
 
     def begin(
         self, rows: int, *, encoded: bool = False, visible: Bool[Tensor, "batch rows pending"] | None = None

@@ -40,6 +40,8 @@ class PromptGeometry:
         columns = embeds.shape[1] if embeds is not None else input_ids.shape[1]
         prompt = mask.bool() if mask is not None and not bool(mask.all()) else None
         if positions is not None:
+            if positions.dim() == 3 and positions.shape[0] == 1:  # all axes alike, as `generate` continues a cache
+                positions = positions[0]
             if positions.dim() == 2:
                 return cls(prompt, positions[:, -1].to(torch.int64) + 1, None)
             if positions.dim() != 3 or positions.shape[0] != AXES:
