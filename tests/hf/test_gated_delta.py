@@ -80,7 +80,7 @@ def _rule_by(change: Callable[..., tuple[Any, ...]]) -> Callable[[pytest.MonkeyP
             output, state = walk(*change(query, key, value, g, beta), **options)
             return output, None if state is None else state.to(torch.float32)
 
-        for name in gated_delta.RULES:
+        for name in gated_delta.RULES[0]:
             patch.setattr(sys.modules[type(layer).__module__], name, other)
 
     return mutate
@@ -92,7 +92,7 @@ def _without_length(patch: pytest.MonkeyPatch, layer: Any) -> None:
     def other(*given: Any, **options: Any) -> Any:
         return walk(*given, **{**options, "use_qk_l2norm_in_kernel": False})
 
-    for name in gated_delta.RULES:
+    for name in gated_delta.RULES[0]:
         patch.setattr(sys.modules[type(layer).__module__], name, other)
 
 
@@ -111,7 +111,7 @@ def _wider_state(patch: pytest.MonkeyPatch, layer: Any) -> None:
         output, state = walk(*given, **options)
         return output, None if state is None else (1.05 * state if given[0].shape[1] == 1 else state).float()
 
-    for name in gated_delta.RULES:
+    for name in gated_delta.RULES[0]:
         patch.setattr(sys.modules[type(layer).__module__], name, other)
 
 
@@ -246,7 +246,9 @@ def test_other_recurrent_layers_are_refused_by_the_name_of_their_type(name):
 
 def names(module: Any) -> dict[str, Any]:
     """What the names of a module stand for."""
-    return {name: getattr(module, name) for name in (*gated_delta.NAMES, "causal_conv1d_update")}
+    return {
+        name: getattr(module, name) for name in (gated_delta.CONVOLUTION, *gated_delta.RULES[0], "causal_conv1d_update")
+    }
 
 
 def test_names_are_put_back_after_an_error():
@@ -297,9 +299,9 @@ def test_functions_that_were_replaced_in_between_are_the_ones_that_are_called():
     with gated_delta.running((module,)):
         pass
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, gated_delta.RULES[0], lambda *_, **__: called.append(1))
+        patch.setattr(module, gated_delta.RULES[0][0], lambda *_, **__: called.append(1))
         with gated_delta.running((module,)):
-            rule = getattr(module, gated_delta.RULES[0])
+            rule = getattr(module, gated_delta.RULES[0][0])
             rule(*torch.zeros(5), use_qk_l2norm_in_kernel=True)
         assert called == [1]
 

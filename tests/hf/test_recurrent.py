@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec import ops, trees
+from specdec.hf import gated_delta
 from specdec.hf.recurrent import RecurrentLayer, RecurrentStates
 from specdec.kv import KVCacheConfig
 from tests.hf.hybrid import (
@@ -222,4 +223,5 @@ MUTANTS = [
 
 @pytest.mark.parametrize("mutate", MUTANTS)
 def test_wrong_states_are_noticed(mutate):
+    gated_delta.tested_layers(model("qwen3_5"))  # or the self-test would notice first
     caught(law, mutate, seed=st.integers(0, 9))
