@@ -20,6 +20,7 @@ _OWN_GEOMETRY: tuple[tuple[str, Callable[[Any], bool]], ...] = (
         lambda config: config.model_type == "gpt_neo" and "local" in config.attention_layers,
     ),
     ("builds its attention mask from lengths", lambda config: config.model_type == "xlm"),
+    ("builds its attention mask from the types of tokens", lambda config: config.model_type == "paligemma"),
 )
 """Models that take a mask and positions but do not go by them alone."""
 
@@ -50,7 +51,7 @@ def check_model(model: Any) -> None:
             "(siblings share a position and must not see each other). Use model.generate for this model."
         )
     for reason, applies in _OWN_GEOMETRY:
-        if applies(decoder):
+        if applies(decoder) or applies(config):
             raise UnsupportedError(
                 f"{name} {reason}, so siblings of a tree cannot share a position. Use model.generate for this model."
             )

@@ -20,11 +20,15 @@ class Target:
         hidden_size: width of its states.
         layers: number of its layers.
         vocab_size: number of its logits.
+        output_multiplier: factor on its logits, before the soft cap.
+        softcap: bound of its logits, None for none.
     """
 
     hidden_size: int
     layers: int
     vocab_size: int
+    output_multiplier: float = 1.0
+    softcap: float | None = None
 
     @staticmethod
     def of(model: Any) -> "Target":
@@ -33,7 +37,13 @@ class Target:
             raise UnsupportedError(f"target= takes a transformers model, got {type(model).__name__}.")
         config = model.config.get_text_config()
         rows = model.get_output_embeddings().weight.shape[0]
-        return Target(int(config.hidden_size), int(config.num_hidden_layers), int(rows))
+        return Target(
+            int(config.hidden_size),
+            int(config.num_hidden_layers),
+            int(rows),
+            float(getattr(config, "output_multiplier", 1.0)),
+            getattr(config, "final_logit_softcapping", None),
+        )
 
 
 Tensors = dict[str, Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdec.drafters._borrowing import Borrower
 from specdec.drafters.block import BlockDrafter
-from specdec.drafters.checkpoints import assistant, block, eagle, medusa, mtp
+from specdec.drafters.checkpoints import assistant, block, eagle, glimmer, medusa, mtp
 from specdec.drafters.checkpoints.files import Checkpoint, open_checkpoint
 from specdec.drafters.checkpoints.formats import Format, Target
 from specdec.drafters.checkpoints.keys import TEXT, TEXTS, Keys, Kind, Note
@@ -27,6 +27,7 @@ MAPS = frozenset({"d2t", "t2d"})
 
 FORMATS: tuple[Format, ...] = (
     block.FORMAT,
+    glimmer.FORMAT,
     assistant.FORMAT,
     eagle.FORMAT,
     medusa.FORMAT,
@@ -117,8 +118,8 @@ def from_pretrained(
 
     Args:
         path_or_repo: a folder, or a repository of the Hub, with `config.json` and safetensors; or a drafter that
-            transformers has loaded (`Gemma4AssistantForCausalLM`), whose weights are shared where dtype and device
-            are those asked for.
+            transformers has loaded (`Gemma4AssistantForCausalLM`, `MuseGlimmerAssistantModel`), whose weights are
+            shared where dtype and device are those asked for.
         target: the model that the drafter was made for; its embedding and output head are borrowed where the
             checkpoint has none.
         revision: of the repository.

@@ -19,6 +19,7 @@ from specdec.drafters.checkpoints.keys import COUNT, FLAG, INTEGERS, NUMBER, POS
 from specdec.errors import UnsupportedError
 from tests import helpers
 from tests.drafters.block import checkpoints as block
+from tests.drafters.block import glimmer_checkpoints as glimmer
 from tests.drafters.feature import assistant_checkpoints as assistant
 from tests.drafters.feature import eagle_checkpoints as eagle
 from tests.drafters.feature import medusa_checkpoints as medusa
@@ -31,6 +32,7 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     **{f"assistant, {name}": partial(assistant.write, dialect=name) for name in assistant.DIALECTS},
     **{f"mtp, {name}": partial(mtp.write, dialect=name) for name in MTP},
     "medusa": medusa.write,
+    "muse glimmer": glimmer.write,
 }
 """Every published format."""
 

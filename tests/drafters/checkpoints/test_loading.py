@@ -18,12 +18,14 @@ from specdec.drafters.checkpoints import files
 from specdec.drafters.checkpoints.keys import SILENT
 from specdec.errors import UnsupportedError
 from tests import helpers
+from tests.drafters.block import glimmer_checkpoints as glimmer
 from tests.drafters.block.checkpoints import ABSENT, DIALECTS, write
 from tests.drafters.feature import eagle_checkpoints as eagle
 
 WRITERS: dict[str, Callable[[Path], Any]] = {
     **{dialect: partial(write, dialect=dialect) for dialect in DIALECTS},
     **{f"eagle3, {name}": partial(eagle.write, dialect=name, num_target_layers=2) for name in eagle.DIALECTS},
+    "muse glimmer": glimmer.write,
 }
 """Every published format."""
 
@@ -104,7 +106,7 @@ def test_a_wrong_tensor_is_named(kind: str, data: st.DataObject, tmp_path: Path)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kind=st.sampled_from(sorted(WRITERS)), data=st.data())
 def test_a_mistyped_or_unknown_key_is_named(kind: str, data: st.DataObject, tmp_path: Path) -> None:
-    folder = tmp_path / str(data.draw(st.uuids()))
+    folder, target = tmp_path / str(data.draw(st.uuids())), helpers.model()
     written = WRITERS[kind](folder)
     inner = [written.config[name] for name in ("dflash_config", "transformer_layer_config") if name in written.config]
     sections = [written.config, *inner]
@@ -114,12 +116,12 @@ def test_a_mistyped_or_unknown_key_is_named(kind: str, data: st.DataObject, tmp_
     if data.draw(st.booleans()):
         section[f"{key}_"] = section[key]
         (folder / "config.json").write_text(json.dumps(written.config))
-        assert any(f"{key}_" in unknown for unknown in drafters.inspect(folder).unknown)
+        assert any(f"{key}_" in unknown for unknown in drafters.inspect(folder, target).unknown)
         return
     section[key] = {"not": "this"}
     (folder / "config.json").write_text(json.dumps(written.config))
     with pytest.raises(UnsupportedError, match=key):
-        drafters.inspect(folder)
+        drafters.inspect(folder, target)
 
 
 SECTIONS = {"dflash_config", "transformer_layer_config", "speculators_config"}
