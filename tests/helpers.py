@@ -15,7 +15,7 @@ from specdec import SpeculativeGenerator, control
 from specdec.hf.attention import Attention
 from specdec.kv import KVCacheConfig
 from specdec.protocols import Drafter, TreeBuilder, Verifier
-from specdec.testing import OracleDrafter, tiny_model
+from specdec.testing import FAMILIES, OracleDrafter, tiny_model
 from specdec.types import DraftTree, Round, TargetLaw
 from specdec.verify import StepRule
 
@@ -26,6 +26,10 @@ FOUR: list[list[int]] = [[5, 6, 7], [5, 9, 8, 7, 6, 5, 4, 3, 2], list(range(20, 
 PROMPTS = {"one": ONE, "ragged": FOUR}
 START = {name: max(map(len, prompts)) for name, prompts in PROMPTS.items()}
 """Columns of the prompts, where new tokens begin."""
+
+ALIKE = ("qwen3_next", "qwen3_5_moe", "olmo_hybrid")
+"""Families whose caches and recurrent layers are those of qwen3_5; greedy parity covers all, the rest the others."""
+DISTINCT = [family for family in FAMILIES if family not in ALIKE]
 
 SEEDS = {"qwen2": 4, "olmo2": 4, "gemma3": 0, "gpt_oss": 5}
 """Seeds whose greedy text does not loop after these prompts (7 for the other families)."""

@@ -5,7 +5,7 @@ the tree that is pending. The next forward folds the path first; nothing is ever
 own. Rows that are appended level by level run again with those before them: the closed form solves for all at once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -31,9 +31,9 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Path:
-    """What was kept of a tree and is not folded yet."""
+    """What was kept of a tree and is not folded yet; without inputs, the convolution has had them."""
 
-    inputs: Float[Tensor, "batch kept channels"]
+    inputs: Float[Tensor, "batch kept channels"] | None
     record: ops.DeltaRecord
     counts: Int[Tensor, " batch"]
 
@@ -86,7 +86,8 @@ class RecurrentLayer(compat.LinearAttentionLayer):
             held += [self.nodes.inputs, *self.nodes.rows]
             held += [] if self.nodes.record is None else [self.nodes.record.updates, self.nodes.record.decays]
         if self.path is not None:
-            held += [self.path.inputs, self.path.record.keys, self.path.record.updates, self.path.record.decays]
+            held += [self.path.record.keys, self.path.record.updates, self.path.record.decays]
+            held += [] if self.path.inputs is None else [self.path.inputs]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def load(self, layer: compat.LinearAttentionLayer) -> None:
@@ -116,7 +117,8 @@ class RecurrentLayer(compat.LinearAttentionLayer):
     def fold(self) -> None:
         """Brings history and state to the last committed token."""
         if self.path is not None:
-            ops.conv_fold(self.history, self.path.inputs, self.path.counts)
+            if self.path.inputs is not None:
+                ops.conv_fold(self.history, self.path.inputs, self.path.counts)
             ops.gated_delta_fold(self.state, self.path.record, self.path.counts)
             self.path = None
 
@@ -184,7 +186,8 @@ class RecurrentStates:
         layer = self._serving
         if layer is None or self._words is None:
             return None
-        rows, path = inputs.transpose(1, 2), layer.path
+        rows = inputs.transpose(1, 2)
+        path = None if layer.path is None or layer.path.inputs is None else layer.path
         if layer.nodes is not None:
             rows = torch.cat([layer.nodes.inputs, rows], 1)
         found = ops.causal_conv_tree(
@@ -197,6 +200,8 @@ class RecurrentStates:
             counts=None if path is None else path.counts,
             activation=activation,
         )
+        if path is not None:  # a forward that fails from here on does not fold twice when it is tried again
+            layer.path = replace(path, inputs=None)
         earlier = () if layer.nodes is None else layer.nodes.rows
         layer.nodes = Nodes(rows, earlier)
         return found[:, -self._new :].transpose(1, 2)

@@ -16,7 +16,6 @@ from specdec.hf.attention import Columns, TreeContext
 from specdec.hf.rows import Encoded
 from specdec.hf.target import ModelTarget
 from specdec.protocols import KVCodec
-from specdec.testing import FAMILIES
 from tests import helpers
 from tests.kv.codecs import CODECS
 from tests.trees.random_trees import caught
@@ -37,7 +36,7 @@ def run(family: str, prompts: str, impl: attention.Attention, **options: Any) ->
     )
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "kimi_linear"])
+@pytest.mark.parametrize("family", [family for family in helpers.DISTINCT if family != "kimi_linear"])
 @pytest.mark.parametrize("prompts", helpers.PROMPTS)
 def test_greedy_tokens_equal_plain_generate(family: str, prompts: str) -> None:
     helpers.assert_equal(run(family, prompts, "reference"), helpers.text(prompts, NEW, family))

@@ -9,7 +9,6 @@ from torch import Tensor
 from specdec import SpeculativeGenerator, trees
 from specdec.errors import UnsupportedError
 from specdec.protocols import DraftContext
-from specdec.testing import FAMILIES
 from specdec.types import Candidates, Frontier
 from tests import helpers
 
@@ -65,7 +64,7 @@ class Late:
     def observe(self, round: Any) -> None: ...
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", helpers.DISTINCT)
 @pytest.mark.parametrize(("waits", "chunk"), [(0, None), (3, None), (0, 4)])
 def test_features_are_the_hidden_states_of_the_committed_text(family: str, waits: int, chunk: int | None) -> None:
     """Whatever round a drafter starts in, whatever was rejected before, and in however many chunks the prompt ran."""

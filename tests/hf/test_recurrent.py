@@ -125,6 +125,28 @@ def test_a_second_verify_replaces_the_first(family):
 # ------------------------------------------------------------------------------------------------------------ mutants
 
 
+def test_a_forward_that_fails_half_way_may_be_tried_again(monkeypatch):
+    """An error between a layer's convolution and its rule, such as a lack of memory: nothing is folded twice."""
+    texts = Hybrid(model("qwen3_5"), ROWS[:2])
+    assert texts.error(draft(1, [5, 3])) <= PLAIN
+    texts.commit([4, 1])
+    rule, runs = ops.gated_delta_tree, []
+
+    def short_of_memory(*arguments: Any, **options: Any) -> Any:
+        runs.append(1)
+        if len(runs) == 2:
+            raise torch.OutOfMemoryError("none is left")
+        return rule(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "gated_delta_tree", short_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            texts.target.verify(draft(2, [4, 6]))
+    assert texts.error(draft(2, [4, 6])) <= PLAIN
+    texts.commit([3, 2])
+    assert texts.state_error() <= PLAIN
+
+
 def law(mutate: Callable[[pytest.MonkeyPatch], None], seed: int) -> None:
     with pytest.MonkeyPatch.context() as patch, exact():
         mutate(patch)

@@ -22,13 +22,13 @@ from specdec.hf import masks, support
 from specdec.hf.cache import RowLayer
 from specdec.hf.target import ModelTarget, open_model
 from specdec.protocols import ModelRunner, Target
-from specdec.testing import FAMILIES
 from specdec.types import DraftTree
+from tests import helpers
 from tests.hf.texts import ROWS, Texts, draft, float64_softmax, model, play
 from tests.trees.random_trees import caught
 
-SDPA = [family for family in FAMILIES if family != "gpt_oss"]  # sinks have no place in torch's sdpa
-CASES = [(family, "sdpa") for family in SDPA] + [(family, "eager") for family in FAMILIES]
+SDPA = [family for family in helpers.DISTINCT if family != "gpt_oss"]  # sinks have no place in torch's sdpa
+CASES = [(family, "sdpa") for family in SDPA] + [(family, "eager") for family in helpers.DISTINCT]
 
 
 @pytest.mark.parametrize(("family", "implementation"), CASES)
@@ -42,7 +42,7 @@ def test_c6_g8_every_node_equals_a_full_forward_over_its_own_text(family, implem
         assert play(Texts(target_model, rows), seed=1, rounds=3) <= (1e-10 if exact else 1e-4)
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family not in ("gpt2", "gpt_oss")])
+@pytest.mark.parametrize("family", [family for family in helpers.DISTINCT if family not in ("gpt2", "gpt_oss")])
 def test_eager_attention_is_as_exact_as_its_float32_softmax(family):
     """What the test above leaves out: transformers' own rounding, of the order of 1e-7 in logits around 1."""
     assert play(Texts(model(family, "eager"), ROWS[:2]), seed=1, rounds=2) <= 1e-5

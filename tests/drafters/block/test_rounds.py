@@ -14,7 +14,6 @@ from specdec.drafters import _buffers
 from specdec.drafters.block import BlockDrafter
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext, TreeBuilder
-from specdec.testing import FAMILIES
 from specdec.types import Candidates, Frontier
 from tests import helpers
 from tests.drafters.block.checkpoints import write
@@ -43,7 +42,7 @@ def run(family: str, dialect: str, tree: TreeBuilder) -> tuple[helpers.Run, Stee
     return helpers.speculate(helpers.model(family), steered, tree, **request), steered
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", helpers.DISTINCT)
 def test_greedy_text_is_that_of_plain_generate(family: str) -> None:
     for name, dialect in zip(TREES, ("dflash_nested", "dflash2", "dspark_rnn"), strict=True):
         made, _ = run(family, dialect, TREES[name])

@@ -12,7 +12,6 @@ from specdec import SpeculativeGenerator, drafters, trees, verify
 from specdec.drafters import FeatureDrafter
 from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.protocols import DraftContext, TreeBuilder, Verifier
-from specdec.testing import FAMILIES
 from specdec.types import Frontier
 from tests import helpers
 from tests.drafters.feature.eagle_checkpoints import write
@@ -43,7 +42,7 @@ def run(family: str, drafter: FeatureDrafter, tree: TreeBuilder) -> tuple[helper
     return helpers.speculate(helpers.model(family), steered, tree, **request), steered
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", helpers.DISTINCT)
 def test_greedy_text_is_that_of_plain_generate(family: str) -> None:
     for name, dialect in zip(TREES, ("eagle", "speculators", "peagle"), strict=True):
         made, _ = run(family, drafter_of(family, dialect), TREES[name])
