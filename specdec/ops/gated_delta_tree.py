@@ -54,7 +54,7 @@ class DeltaRecord:
 
     keys: Float[Tensor, "batch nodes key_heads key_dim"]
     updates: Float[Tensor, "batch nodes heads value_dim"]
-    decays: Float[Tensor, "batch nodes heads ..."]
+    decays: Float[Tensor, "batch nodes heads"] | Float[Tensor, "batch nodes heads channels"]
 
     def along(self, nodes: Int[Tensor, "batch path"]) -> "DeltaRecord":
         """The record of some nodes, such as a path, in their order; indices below 0 are read as 0."""
