@@ -103,7 +103,7 @@ class RecurrentBytes:
         >>> from specdec.testing import tiny_model
         >>> sizes = RecurrentBytes.of(tiny_model("qwen3_5").config, torch.bfloat16)
         >>> sizes.state, sizes.node
-        (2176, 432)
+        (2176, 400)
     """
 
     state: int
