@@ -229,7 +229,7 @@ class RowCache(compat.Cache):
         layers: list[Any] = []
         for index, (kind, kwargs) in enumerate(zip(types, arguments, strict=True)):
             if kind == "linear_attention":
-                layers.append(self.recurrent[index])
+                layers.append(self.recurrent.by_index[index])
             elif kind == "dummy":
                 layers.append(compat.DummyLayer())
             else:

@@ -21,10 +21,6 @@ from specdec.hf.recurrent import RecurrentLayer
 class PassedState(compat.LinearAttentionLayer):
     """A recurrent layer as the model sees it: inputs go through, and nothing is known of what came before."""
 
-    def __init__(self) -> None:
-        """Holds nothing."""
-        super().__init__()
-
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
     ) -> Tensor:

@@ -148,10 +148,6 @@ class RecurrentStates:
         self._words: Int[Tensor, "batch nodes words"] | None = None
         self._new = 0
 
-    def __getitem__(self, index: int) -> RecurrentLayer:
-        """The layer at an index of the decoder."""
-        return self.by_index[index]
-
     def serve(self, index: int) -> None:
         """Says which layer's inputs come next."""
         self._serving = self.by_index[index]

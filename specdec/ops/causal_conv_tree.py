@@ -83,6 +83,9 @@ def conv_fold(
         path: inputs of the nodes of a path, in order.
         counts: how many of them count; 0 leaves a history as it is.
 
+    Raises:
+        ShapeError: for shapes that do not belong together.
+
     Example:
         >>> import torch
         >>> from specdec import ops
@@ -91,6 +94,7 @@ def conv_fold(
         >>> history.tolist()
         [[[2.0, 3.0, 4.0]]]
     """
+    _check_path("conv_fold", path, counts, history.shape[0], history.shape[1])
     columns = history.shape[2]
     index = counts[:, None] + torch.arange(columns, device=history.device)
     joined = torch.cat([history, path.transpose(1, 2).to(history.dtype)], 2)
@@ -151,14 +155,7 @@ def _check(
     demand(bias is None or list(bias.shape) == [channels], f"bias must be [{channels}]")
     demand((path is None) == (counts is None), "path and counts come together")
     if path is not None and counts is not None:
-        demand(
-            path.dim() == 3 and path.shape[::2] == (batch, channels),
-            f"path must be [{batch}, kept, {channels}], got {list(path.shape)}",
-        )
-        demand(
-            list(counts.shape) == [batch] and counts.dtype == torch.int64,
-            f"counts must be int64 [{batch}], got {counts.dtype} {list(counts.shape)}",
-        )
+        _check_path("causal_conv_tree", path, counts, batch, channels)
     demand(
         out is None or out.shape == inputs.shape,
         f"out must be {list(inputs.shape)}, got {list(out.shape) if out is not None else None}",
@@ -168,3 +165,11 @@ def _check(
             given is None or given.device == inputs.device,
             f"{name} must be on {inputs.device} like inputs, got {given.device if given is not None else None}",
         )
+
+
+def _check_path(name: str, path: Tensor, counts: Tensor, batch: int, channels: int) -> None:
+    """Raises for a path that does not fit a history."""
+    if path.dim() != 3 or path.shape[::2] != (batch, channels):
+        raise ShapeError(f"{name}: path must be [{batch}, kept, {channels}], got {list(path.shape)}.")
+    if list(counts.shape) != [batch] or counts.dtype != torch.int64:
+        raise ShapeError(f"{name}: counts must be int64 [{batch}], got {counts.dtype} {list(counts.shape)}.")

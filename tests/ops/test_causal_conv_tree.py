@@ -146,3 +146,16 @@ def test_other_activations_are_refused() -> None:
         inspect.unwrap(ops.causal_conv_tree)(
             torch.zeros(1, 1, 1), torch.zeros(1, 1), torch.zeros(1, 1, 0), torch.ones(1, 1, 1).long(), activation="gelu"
         )
+
+
+@pytest.mark.parametrize(
+    ("path", "counts", "said"),
+    [
+        (torch.zeros(1, 2, 3), torch.tensor([1]), r"conv_fold: path must be \[1, kept, 2\]"),
+        (torch.zeros(1, 2, 2), torch.tensor([1, 2]), r"conv_fold: counts must be int64 \[1\]"),
+        (torch.zeros(1, 2, 2), torch.tensor([1.0]), r"conv_fold: counts must be int64 \[1\]"),
+    ],
+)
+def test_paths_that_do_not_fit(path: torch.Tensor, counts: torch.Tensor, said: str) -> None:
+    with pytest.raises(ShapeError, match=said):
+        inspect.unwrap(ops.conv_fold)(torch.zeros(1, 2, 3), path, counts)

@@ -77,10 +77,7 @@ def test_the_convolution_is_the_walk(seed: int) -> None:
     rng = random.Random(seed)
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
 
-    def moved(call: dict[str, Any]) -> dict[str, Any]:
-        return on_gpu(call)
-
-    with GpuConv(moved):
+    with GpuConv():
         conv_law(
             lambda call: call,
             "triton",
@@ -101,14 +98,14 @@ def test_the_convolution_is_the_walk(seed: int) -> None:
 class GpuConv:
     """While it is entered, the convolution runs on the GPU, and what it changes comes back."""
 
-    def __init__(self, moved: Any) -> None:
-        self._moved, self._patch = moved, pytest.MonkeyPatch()
+    def __init__(self) -> None:
+        self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> None:
         own = ops.causal_conv_tree
 
         def run(**call: Any) -> torch.Tensor:
-            there = self._moved(call)
+            there = on_gpu(call)
             found = own(**there).cpu()
             call["history"].copy_(there["history"])
             call["out"].copy_(there["out"])
