@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.hf import compat
-from specdec.hf.recurrent import RecurrentLayer, RecurrentStates
+from specdec.hf.recurrent import RecurrentCache, RecurrentLayer, RecurrentStates
 from specdec.hf.rows import Place, Rows
 from specdec.kv import KVCacheConfig
 from specdec.types import CommittedRows
@@ -195,7 +195,7 @@ class RowLayer(compat.CacheLayerMixin):
         return -1
 
 
-class RowCache(compat.Cache):
+class RowCache(RecurrentCache):
     """The cache of a whole model.
 
     **Laws.** `lengths` is exact; everything past it is dead; `keep` costs the same at every context length.
@@ -285,12 +285,6 @@ class RowCache(compat.Cache):
         length = self.row_layers[0].filled
         self._host_lengths = [length] * batch
         self.lengths = torch.full((batch,), length, dtype=torch.int64, device=device)
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """What a recurrent layer asks for first, however many tokens it runs; remembers whose turn it is."""
-        self.recurrent.serve(layer_idx)
-        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
-        return found
 
     def begin(
         self, rows: int, *, encoded: bool = False, visible: Bool[Tensor, "batch rows pending"] | None = None

@@ -20,6 +20,7 @@ from specdec.errors import UnsupportedError
 from specdec.hf import compat
 from specdec.hf.cache import GROWTH, RowCache, RowLayer
 from specdec.hf.fixed_states import FixedStates, PassedState
+from specdec.hf.recurrent import RecurrentCache
 from specdec.hf.rows import Encoded
 from specdec.protocols import KVCodec
 
@@ -99,7 +100,7 @@ class Forward:
     slots: Int[Tensor, "batch rows"]
 
 
-class FixedCache(compat.Cache):
+class FixedCache(RecurrentCache):
     """Buffers of one batch, for rounds that the host does not follow.
 
     Args:
@@ -129,7 +130,7 @@ class FixedCache(compat.Cache):
         super().__init__(
             layers=[PassedState() if index in recurrent else PassedLayer() for index in range(len(source))]
         )
-        self.recurrent = FixedStates(recurrent, width) if recurrent else None
+        self.recurrent: FixedStates | None = FixedStates(recurrent, width) if recurrent else None
         self.width, self.starts, self._bounded = width, starts, bounded
         self.stacks: list[Stack] = []
         self._forwards: list[Forward] = []
@@ -230,11 +231,6 @@ class FixedCache(compat.Cache):
             ops.move_rows(stack.parts, nodes, counts, forward.lengths)
         if self.recurrent is not None:
             self.recurrent.keep(nodes, counts)
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Hands the inputs of a recurrent layer on, and remembers whose they are."""
-        cast(FixedStates, self.recurrent).serve(layer_idx)
-        return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     @property
     def changed(self) -> tuple[Tensor, ...]:

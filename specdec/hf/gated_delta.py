@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.hf import compat
-from specdec.hf.recurrent import RecurrentStates
+from specdec.hf.recurrent import RecurrentCache, RecurrentStates
 from specdec.trees import topology
 
 CONTEXT = "specdec_recurrent"
@@ -187,7 +187,9 @@ def self_test(layer: Any) -> None:
     parents, paths = torch.tensor([[-1, 0, 0, 1]], device=weight.device), ([0, 1, 3], [0, 2])
     visible = topology.ancestor_matrix(parents)
     states = RecurrentStates({layer.layer_idx: None})
-    cache = _OneLayer(layer.layer_idx, states.layers[0], states)
+    before: list[Any] = [compat.DummyLayer()] * layer.layer_idx
+    cache = RecurrentCache(layers=[*before, states.layers[0]])
+    cache.recurrent = states
     with running((_module(layer),)):
         layer(prompt, cache=cache, **{CONTEXT: states})
         states.end_prefill()
@@ -204,7 +206,7 @@ def self_test(layer: Any) -> None:
     tolerance = TOLERANCE.get(weight.dtype, 1e-3)
     for path in paths:
         single = compat.LinearAttentionLayer()
-        steps = _OneLayer(layer.layer_idx, single, None)
+        steps = compat.Cache(layers=[*before, single])
         layer(prompt, cache=steps)
         for node in path:
             expected = layer(nodes[:, node : node + 1], cache=steps)
@@ -222,18 +224,3 @@ def _compare(name: str, what: str, found: Any, expected: Any, tolerance: float) 
             f"{name} does not compute the gated delta rule that this version knows: the {what} behind a small tree "
             f"differs from that of single steps by {worst:.2g}. Use model.generate for this model."
         )
-
-
-class _OneLayer(compat.Cache):
-    """A cache with a state for one layer."""
-
-    def __init__(self, index: int, layer: Any, states: RecurrentStates | None) -> None:
-        super().__init__(layers=[compat.DummyLayer()] * index + [layer])
-        self._states = states
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Says whose inputs come next."""
-        if self._states is not None:
-            self._states.serve(layer_idx)
-        found: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        return found

@@ -123,6 +123,18 @@ class RecurrentLayer(compat.LinearAttentionLayer):
             self.path = None
 
 
+class RecurrentCache(compat.Cache):
+    """A cache that tells its states whose turn it is; `recurrent` are those states."""
+
+    recurrent: Any
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """What a recurrent layer asks for first, however many tokens it runs."""
+        self.recurrent.serve(layer_idx)
+        found: Tensor | None = super().get_conv_state(layer_idx, state_idx)
+        return found
+
+
 def _fill(layer: compat.LinearAttentionLayer, history: Tensor, state: Tensor) -> None:
     layer.lazy_initialization(conv_states=history)
     layer.lazy_initialization(recurrent_states=state)

@@ -15,6 +15,7 @@ from specdec.hf import attention
 from specdec.hf.fixed_cache import FixedCache, PassedLayer
 from specdec.hf.fixed_states import FixedStates, PassedState
 from specdec.hf.merged import Merged, Projection
+from specdec.hf.recurrent import RecurrentCache
 from specdec.hf.round_context import RoundContext
 from specdec.hf.round_program import AHEAD
 from specdec.hf.target import ModelTarget
@@ -33,7 +34,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     seen: dict[type, list[str]] = {
         PassedLayer: PASSED,
         PassedState: ["update_conv_state", "update_recurrent_state"],
-        FixedCache: ["update_conv_state"],
+        RecurrentCache: ["get_conv_state"],
         FixedStates: ["serve"],
         RoundContext: ["attend", "convolve", "rule", "_states"],
         Merged: ["part"],
