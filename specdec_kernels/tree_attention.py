@@ -340,7 +340,9 @@ def _attend(
                     value_scale = tl.where(readable, value_scale, 0.0)
                 if part == 2:
                     # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
-                    broken = (tl.max(((v - v) != 0).to(tl.int32), 1) > 0) | ((value_scale - value_scale) != 0)
+                    # (`v - v` would be no test: with a product for v, it may be fused to what the product rounds away.)
+                    finite = tl.min((tl.abs(v) < float("inf")).to(tl.int32), 1) > 0
+                    broken = ~(finite & (tl.abs(value_scale) < float("inf")))
                     v = tl.where(broken[:, None], 0.0, v)
                     value_scale = tl.where(broken, 0.0, value_scale)
                     reached = tl.max((seen & broken[None, :]).to(tl.int32), 1) > 0
