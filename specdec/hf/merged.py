@@ -1,10 +1,10 @@
-"""A twin of a model in which projections of the same input are one matrix product.
+"""A twin of a model in which projections of the same input are one matrix product, and products are made for few rows.
 
 A verify pass over few rows reads every weight once and does little else, and a small matrix product reads its weights
 at a fraction of the speed of a large one. The queries', keys' and values' projections have the same input, and so have
 the gate and the up projection of an MLP, and all projections of a gated delta layer but the last. The twin shares
-every module and weight with the model, but for these: their weights are copied into one matrix each. The model itself
-stays as it is.
+every module and weight with the model, but for these: their weights are copied into one matrix each. Where its kernel
+runs, `ops.skinny_linear` multiplies (see `skinny`). The model itself stays as it is.
 """
 
 import copy
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from specdec.hf import skinny
 
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -29,9 +31,10 @@ class Merged:
     def __init__(self, linears: list[nn.Linear]) -> None:
         """Copies the weights into one matrix."""
         self.sizes = [linear.out_features for linear in linears]
-        self.weight = torch.cat([linear.weight.detach() for linear in linears])
+        weight = torch.cat([linear.weight.detach() for linear in linears])
         bias: Any = linears[0].bias
-        self.bias = None if bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        both = None if bias is None else torch.cat([linear.bias.detach() for linear in linears])
+        self.product = skinny.SkinnyLinear(weight, both)
         self.given: Tensor | None = None
         self.parts: tuple[Tensor, ...] = ()
 
@@ -39,7 +42,7 @@ class Merged:
         """The result of one of the projections."""
         if self.given is not given:
             self.given = given
-            self.parts = nn.functional.linear(given, self.weight, self.bias).split(self.sizes, -1)
+            self.parts = self.product(given).split(self.sizes, -1)
         found = self.parts[index]
         if index == len(self.sizes) - 1:
             self.given, self.parts = None, ()
@@ -72,8 +75,13 @@ def merged_twin(model: nn.Module) -> tuple[Any, int]:
         >>> count, type(model.model.layers[0].mlp.up_proj).__name__, twin.lm_head is model.lm_head
         (10, 'Linear', True)
     """
-    if not any(_group(module) for module in model.modules()):
+    mlp = skinny.mlp(model) if all(map(_plain, model.children())) else None
+    if mlp is not None:
+        return mlp, 2
+    if not any(_group(module) or _served(module) for module in model.modules()):
         return model, 0
+    if _served(model):
+        return skinny.SkinnyLinear(model.weight, model.bias), 0  # type: ignore[arg-type]
     twin = copy.copy(model)
     twin._modules = {}
     count = 0
@@ -91,6 +99,11 @@ def merged_twin(model: nn.Module) -> tuple[Any, int]:
     return twin, count
 
 
+def _served(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, and one for the kernel."""
+    return type(module) is nn.Linear and _plain(module) and skinny.serves(module.weight)
+
+
 def _group(module: nn.Module) -> list[tuple[str, ...]]:
     """Names of projections of a module that can be merged."""
     found: list[tuple[str, ...]] = []
@@ -105,7 +118,8 @@ def _group(module: nn.Module) -> list[tuple[str, ...]]:
     return found
 
 
-def _plain(linear: nn.Linear) -> bool:
-    """Whether a call of the module is a matrix product and nothing else."""
-    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
-    return not hooked and not hasattr(linear, "parametrizations") and linear.weight.device.type != "meta"
+def _plain(module: nn.Module) -> bool:
+    """Whether a call of a module is what its class says and nothing else."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    real = all(weight.device.type != "meta" for weight in module.parameters(recurse=False))
+    return not hooked and not hasattr(module, "parametrizations") and real

@@ -6,6 +6,7 @@ and the reference everywhere else; both give the same result within the toleranc
 
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy
 from specdec.ops._dispatch import Impl, available
+from specdec.ops._gate import GateActivation
 from specdec.ops.accept_tree import TextState, accept_tree
 from specdec.ops.causal_conv_tree import causal_conv_tree, conv_fold
 from specdec.ops.gated_delta_tree import DeltaRecord, gated_delta_fold, gated_delta_tree
@@ -13,6 +14,7 @@ from specdec.ops.grow_tree import grow_tree
 from specdec.ops.hadamard import hadamard
 from specdec.ops.lookup_tree import lookup_tree
 from specdec.ops.move_rows import move_rows
+from specdec.ops.skinny_linear import interleave_gate, skinny_linear
 from specdec.ops.tree_attention import split_kv_attention, tree_attention
 from specdec.ops.tree_layout import tree_layout
 from specdec.ops.write_rows import write_rows
@@ -20,6 +22,7 @@ from specdec.ops.write_rows import write_rows
 __all__ = [
     "AttentionShape",
     "DeltaRecord",
+    "GateActivation",
     "Impl",
     "Occupancy",
     "TextState",
@@ -31,9 +34,11 @@ __all__ = [
     "gated_delta_tree",
     "grow_tree",
     "hadamard",
+    "interleave_gate",
     "lookup_tree",
     "move_rows",
     "occupancy",
+    "skinny_linear",
     "split_kv_attention",
     "tree_attention",
     "tree_layout",

@@ -20,6 +20,7 @@ KERNELS = frozenset(
         "grow_tree",
         "lookup_tree",
         "move_rows",
+        "skinny_linear",
         "tree_attention",
         "tree_layout",
         "write_rows",

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
 from specdec.errors import SpecdecError
-from specdec.hf import attention
+from specdec.hf import attention, skinny
 from specdec.hf.fixed_cache import FixedCache, PassedLayer
 from specdec.hf.fixed_states import FixedStates, PassedState
 from specdec.hf.merged import Merged, Projection
@@ -39,10 +39,13 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         RoundContext: ["attend", "convolve", "rule", "_states"],
         Merged: ["part"],
         Projection: ["forward"],
+        skinny.SkinnyLinear: ["forward"],
+        skinny.SkinnyMLP: ["forward"],
     }
     for owner, names in seen.items():
         for name in names:
             monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
+    monkeypatch.setattr(skinny, "linear", inspect.unwrap(skinny.linear))
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, inspect.unwrap(attention.attend))
     torch._dynamo.reset()
     counters.clear()
@@ -67,10 +70,12 @@ def test_a_model_that_was_compiled(family: str, prompts: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1, "the next request was compiled again"
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one"), ("qwen3_5", "ragged")])
-def test_a_generator_that_compiles(family: str, prompts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_generator_that_compiles(family: str, prompts: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Projections are merged: sums in another order, so only the tokens are the same."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(skinny, "serves", lambda weight: few and weight.dim() == 2)
     target = tiny_model(family, seed=helpers.SEEDS.get(family, 7))
     reference = helpers.text(prompts, NEW, family)
     served = generator(target)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from specdec.hf import skinny
 from specdec.hf.merged import Merged, Projection, merged_twin
 from specdec.testing import tiny_model
 
@@ -66,3 +67,48 @@ def test_each_input_has_its_own_product() -> None:
     ):
         torch.testing.assert_close(projection(given), linear(given), rtol=0, atol=1e-12)
     assert merged.given is None, "an input is kept alive"
+
+
+def _skinny(twin: nn.Module) -> dict[str, int]:
+    kinds = [type(module).__name__ for module in twin.modules()]
+    return {kind: kinds.count(kind) for kind in ("SkinnyMLP", "SkinnyLinear", "Linear")}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gemma4_moe", "gpt2"])
+def test_products_for_few_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the kernel serves, every product of the twin is made for few rows; more rows go to torch."""
+    monkeypatch.setattr(skinny, "serves", lambda weight: weight.dim() == 2)
+    model = tiny_model(family)
+    twin = merged_twin(model)[0]
+    found = _skinny(twin)
+    assert found["Linear"] == 0
+    assert found["SkinnyMLP"] == (0 if family == "gpt2" else len(model.model.layers))
+    for ids in (IDS, IDS.repeat(1, 20)):
+        torch.testing.assert_close(twin(ids).logits, model(ids).logits, rtol=0, atol=1e-12)
+    shared = {weight.data_ptr() for weight in model.parameters()}
+    heads = [module for module in twin.modules() if isinstance(module, skinny.SkinnyLinear)]
+    assert heads[-1].weight.data_ptr() in shared, "the head was copied"
+
+
+def test_an_mlp_is_told_by_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names do not make an MLP: one that swaps the gate, asks for more, or knows another activation stays as it is."""
+    monkeypatch.setattr(skinny, "serves", lambda weight: weight.dim() == 2)
+
+    class Swapped(type(tiny_model("llama").model.layers[0].mlp)):  # type: ignore[misc]
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))  # type: ignore[no-any-return]
+
+    class Asking(Swapped):
+        def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) + more
+
+    model = tiny_model("llama")
+    mlp = model.model.layers[0].mlp
+    assert skinny.mlp(mlp) is not None
+    for kind in (Swapped, Asking):
+        mlp.__class__ = kind
+        assert skinny.mlp(mlp) is None
+        assert _skinny(merged_twin(model)[0])["SkinnyMLP"] == 1
+    other = model.model.layers[1].mlp
+    other.act_fn = nn.Tanh()
+    assert skinny.mlp(other) is None

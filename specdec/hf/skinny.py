@@ -1,0 +1,120 @@
+"""Linear layers and gated MLPs of a compiled twin, as `ops.skinny_linear` computes them.
+
+Layers of half precision on a GPU that has the kernel are served; more rows than it takes go to torch. An MLP is
+recognised by what it computes: its own forward is run once beside the same three layers, and must give the same.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUTanh, SiLUActivation
+
+from specdec import ops
+from specdec.ops import _gate
+from specdec.ops.skinny_linear import GATE_BLOCK, MOST_ROWS, TILE, linear
+
+OPERATOR = "specdec::skinny_linear"
+
+GATES: dict[type[nn.Module], ops.GateActivation] = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
+"""Activations of gates, by the modules that apply them."""
+
+MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+
+
+def serves(weight: Tensor) -> bool:
+    """Whether the kernel multiplies with a weight where it is."""
+    half = weight.dtype in (torch.float16, torch.bfloat16)
+    return half and weight.dim() == 2 and weight.is_cuda and ops.available("skinny_linear", weight.device)[0]
+
+
+class SkinnyLinear(nn.Module):
+    """A linear layer, whose weights stay where they are.
+
+    Args:
+        weight: `[outputs, inputs]`.
+        bias: `[outputs]`.
+        gate: activation of interleaved gates (`ops.interleave_gate`); half as many outputs are returned.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, gate: ops.GateActivation | None = None) -> None:
+        """Runs nothing."""
+        super().__init__()
+        self.weight, self.bias, self.gate = weight.detach(), None if bias is None else bias.detach(), gate
+        self.kernel = serves(weight)
+        self.counters = torch.zeros(-(-weight.shape[0] // TILE), dtype=torch.int32, device=weight.device)
+        register_operator()
+
+    def forward(self, given: Tensor) -> Tensor:
+        """As the layer, and the gate behind it."""
+        if given.shape[:-1].numel() > MOST_ROWS or not self.kernel:
+            return linear(given, self.weight, self.bias, self.gate)
+        found: Tensor = torch.ops.specdec.skinny_linear(given, self.weight, self.bias, self.counters, self.gate or "")
+        return found
+
+
+class SkinnyMLP(nn.Module):
+    """A gated MLP of two products; gates and their partners are copied into one matrix."""
+
+    def __init__(self, gate: nn.Linear, up: nn.Linear, down: nn.Linear, activation: ops.GateActivation) -> None:
+        """Copies the weights of gates and partners."""
+        super().__init__()
+        weight = ops.interleave_gate(gate.weight.detach(), up.weight.detach())
+        bias: Any = gate.bias
+        both = None if bias is None else ops.interleave_gate(bias.detach(), up.bias.detach())
+        self.both = SkinnyLinear(weight, both, activation)
+        self.down = SkinnyLinear(down.weight, down.bias)
+
+    def forward(self, given: Tensor) -> Tensor:
+        """As the MLP."""
+        output: Tensor = self.down(self.both(given))
+        return output
+
+
+def mlp(module: nn.Module) -> SkinnyMLP | None:
+    """What stands in a twin for a gated MLP; None if the module is something else."""
+    if set(module._modules) != set(MLP) or module._parameters or module._buffers:
+        return None
+    gate, up, down, act = (module._modules[name] for name in MLP)
+    activation = GATES.get(type(act))
+    linears: list[Any] = [gate, up, down]
+    if activation is None or not all(type(each) is nn.Linear and serves(each.weight) for each in linears):
+        return None
+    alike = gate.weight.shape == up.weight.shape and (gate.bias is None) == (up.bias is None)  # type: ignore[union-attr]
+    if not alike or linears[0].out_features % GATE_BLOCK:
+        return None
+    return SkinnyMLP(*linears, activation) if _computes(module, linears, activation) else None
+
+
+@torch.no_grad()
+def _computes(module: nn.Module, linears: list[nn.Linear], activation: str) -> bool:
+    """Whether a module gives what its three layers give as a gated MLP."""
+    gate, up, down = linears
+    weight = gate.weight
+    source = torch.Generator(weight.device).manual_seed(0)
+    given = torch.randn(2, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=source)
+    try:
+        found = module(given)
+    except (TypeError, ValueError, RuntimeError, IndexError):  # it asks for other arguments or shapes
+        return False
+    opened, partner = (linear(given, each.weight, each.bias, None) for each in (gate, up))
+    expected = linear(_gate.gated(opened, partner, activation), down.weight, down.bias, None)
+    return isinstance(found, Tensor) and torch.equal(found, expected)
+
+
+@lru_cache(maxsize=1)
+def register_operator() -> None:
+    """Makes the product an operator that `torch.compile` leaves alone. Counters are as before when it returns."""
+
+    def product(given: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, gate: str) -> Tensor:
+        rows = given.reshape(-1, given.shape[-1])
+        kind: Any = gate or None
+        found = ops.skinny_linear(rows, weight, bias, gate=kind, counters=counters)
+        return found.view(*given.shape[:-1], found.shape[-1])
+
+    def shaped(given: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, gate: str) -> Tensor:  # noqa: ARG001 - the operator's
+        return given.new_empty(*given.shape[:-1], weight.shape[0] // (2 if gate else 1))
+
+    schema = "(Tensor given, Tensor weight, Tensor? bias, Tensor counters, str gate) -> Tensor"
+    torch.library.custom_op(OPERATOR, product, mutates_args=(), schema=schema).register_fake(shaped)
