@@ -6,7 +6,9 @@ reads; the earlier one says early that it may be set up.
 Tile descriptors: the copy engine fetches a whole tile of a tensor, so that no thread computes addresses.
 """
 
+import importlib
 from functools import lru_cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +36,36 @@ def _generation(device: torch.device) -> int:
 def launch_late(device: torch.device) -> dict[str, Any]:
     """Launch options of the later kernel."""
     return {"launch_pdl": True} if pdl(device) else {}
+
+
+def specialised(call: Any) -> bool:
+    """Whether `tree_attention_hopper` can attend: what it leaves out is not asked for, and its device is there.
+
+    Args:
+        call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
+    """
+    query, keys, values = call.query, call.keys, call.values
+    more = call.blocks, call.starts, call.window, call.softcap, call.key_scales, call.value_scales
+    return (
+        all(each is None for each in more)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.stride(3) == 1
+        and call.scale > 0
+        and tiled(keys, keys.shape[3])
+        and tiled(values, values.shape[3])
+        and pdl(query.device)
+        and _generation(query.device) == 9
+        and hopper() is not None
+    )
+
+
+@lru_cache
+def hopper() -> ModuleType | None:
+    """The kernel written in Gluon, or None for a triton that lacks what it needs."""
+    try:
+        return importlib.import_module("specdec_kernels.tree_attention_hopper")
+    except (ImportError, AttributeError):
+        return None
 
 
 def tiled(rows: Tensor | None, width: int | None) -> bool:
@@ -68,4 +100,4 @@ def tiles(rows: Tensor | None, width: int | None, tile: int) -> TensorDescriptor
     return TensorDescriptor.from_tensor(rows, [1, 1, tile, width])
 
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "launch_late", "pdl", "tiled", "tiles"]
+__all__ = ["gdc_launch_dependents", "gdc_wait", "hopper", "launch_late", "pdl", "specialised", "tiled", "tiles"]

@@ -16,9 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels._codes import columns, groups_of, read_rows
-from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl, tiled, tiles
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, hopper, launch_late, pdl, specialised, tiled, tiles
 from specdec_kernels._split_sum import LOG2E, combine
 from specdec_kernels._tile import ancestors, in_two_bytes, read_scales, tanh
+
+__all__ = ["DTYPES", "launch", "specialised"]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes of queries, and of a cache without codes, that the kernel takes."""
@@ -54,6 +56,10 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=part_dtype)
     sums = (2, batch, heads, rows, plan.portions, plan.splits) if split else (2, 0)
     tops, totals = query.new_empty(sums, dtype=torch.float32)
+    if plan.specialised:
+        hopper().launch(call, plan, parts, tops, totals)
+        combine(parts, tops, totals, sinks, output, lse, ordered=False)
+        return output, lse
     query_blocks = triton.cdiv(rows * groups, plan.block)
     page = keys.shape[2] if blocks is not None else 0
     integer = keys.dtype == torch.int8 and query.dtype != torch.float32

@@ -13,6 +13,18 @@ FIXED_SPLIT = 512
 
 _MOST_SPLITS = 128
 
+_SPECIALISED = {
+    (128, False): (64, 4),
+    (128, True): (64, 4),
+    (256, False): (64, 2),
+    (256, True): (64, 2),
+    (512, True): (32, 2),
+}
+"""Slots of a tile and tiles in flight by dimension, and whether there are more than 64 packed rows."""
+
+_FEWEST = 33
+"""Packed rows from which on tiles of 64 rows are not mostly padding."""
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -88,6 +100,7 @@ class AttentionPlan:
         splits: runs of slots per key/value head.
         split_tiles: tiles of a run at absolute positions (deterministic mode); 0 divides what there is evenly.
         portions: parts of the value dimension, each a work item of its own.
+        specialised: for the kernel of devices of compute capability 9.
         warps: warps of a work item.
         stages: tiles in flight.
     """
@@ -99,6 +112,7 @@ class AttentionPlan:
     warps: int
     stages: int
     portions: int = 1
+    specialised: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +193,14 @@ def occupancy(
     return Occupancy(blocks, plan.splits, heads, items, asked.multiprocessors, plan.portions)
 
 
-def make_plan(shape: AttentionShape, device: Device, *, deterministic: bool) -> AttentionPlan:
-    """The launch for a problem on a device."""
+def make_plan(
+    shape: AttentionShape, device: Device, *, deterministic: bool, specialised: bool = False
+) -> AttentionPlan:
+    """The launch for a problem on a device; `specialised` says that the kernel of compute capability 9 can run."""
+    if specialised and not deterministic:
+        plan = _specialised(shape, device)
+        if plan is not None and plan.splits > 1:
+            return plan
     value_dim = shape.dims[1]
     widest, packed = max(shape.dims), shape.rows * (shape.heads // shape.kv_heads)
     cut = functools.partial(_cut, shape, device, deterministic=deterministic)
@@ -228,6 +248,18 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
         stages=stages,
         portions=portions,
     )
+
+
+def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
+    """The launch of the kernel of compute capability 9, or None for a shape that it was not made for."""
+    dim, packed = shape.dim, shape.rows * (shape.heads // shape.kv_heads)
+    if shape.dims[1] != dim or (dim, packed > 64) not in _SPECIALISED or packed < _FEWEST:
+        return None
+    block, portions = 128 if packed > 64 else 64, 2 if dim > 256 else 1
+    tile, stages = _SPECIALISED[dim, packed > 64]
+    work = shape.batch * shape.kv_heads * portions * -(-packed // block)
+    splits = max(1, min(device.multiprocessors // work, -(-shape.slots // tile), _MOST_SPLITS))
+    return AttentionPlan(block, tile, splits, 0, block // 16, stages, portions, specialised=True)
 
 
 def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int, portions: int) -> int:

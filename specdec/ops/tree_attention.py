@@ -117,7 +117,9 @@ def tree_attention(
     if kernel is None or query.numel() == 0 or shape.slots == 0:
         output, lse = _reference(call)
     else:
-        output, lse = kernel.launch(call, make_plan(shape, device_of(query.device), deterministic=deterministic))
+        device, specialised = device_of(query.device), kernel.specialised(call)
+        plan = make_plan(shape, device, deterministic=deterministic, specialised=specialised)
+        output, lse = kernel.launch(call, plan)
     return (output, lse) if return_lse else output
 
 

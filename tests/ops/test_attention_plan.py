@@ -42,6 +42,38 @@ def test_a_plan_fits_the_kernel(
         assert items.splits == 1 or items.work_items <= 2 * multiprocessors
 
 
+@given(SHAPES, st.integers(1, 200), st.booleans())
+def test_a_specialised_plan_fits_its_kernel(
+    shape: ops.AttentionShape, multiprocessors: int, deterministic: bool
+) -> None:
+    device = Device(multiprocessors)
+    usual = _attention_plan.make_plan(shape, device, deterministic=deterministic)
+    plan = _attention_plan.make_plan(shape, device, deterministic=deterministic, specialised=True)
+    if not plan.specialised:
+        assert plan == usual
+        return
+    assert not deterministic
+    assert plan.splits > 1, "parts of sums are all that this kernel writes"
+    assert plan.block == 16 * plan.warps, "a warp has 16 rows"
+    assert plan.tile in {16, 32, 64}, "a row sees the slots of a tile by the bits of one word"
+    width = shape.dim // plan.portions
+    assert shape.dims == (shape.dim, shape.dim)
+    assert width <= 256, "sums of a row, in float32, fill the registers of the two threads that hold it"
+    bytes_of_tiles = 2 * plan.stages * plan.tile * (shape.dim + width)
+    assert 2 * plan.block * shape.dim + bytes_of_tiles + 2048 <= device.shared_memory
+
+
+def test_what_the_specialised_kernel_was_made_for() -> None:
+    for kv_heads, groups, dim, block, portions in ((2, 8, 256, 128, 1), (4, 6, 256, 128, 1), (2, 8, 512, 128, 2)):
+        shape = ops.AttentionShape(1, kv_heads * groups, kv_heads, 16, 32_784, dim)
+        plan = _attention_plan.make_plan(shape, Device(), deterministic=False, specialised=True)
+        assert plan.specialised
+        assert (plan.block, plan.portions, plan.split_tiles) == (block, portions, 0)
+        assert 120 <= plan.splits * plan.portions * kv_heads <= 132
+        alone = dataclasses.replace(shape, rows=1)
+        assert not _attention_plan.make_plan(alone, Device(), deterministic=False, specialised=True).specialised
+
+
 @given(SHAPES, st.integers(1, 200))
 def test_deterministic_runs_do_not_follow_batch_rows_or_device(shape: ops.AttentionShape, multiprocessors: int) -> None:
     other = dataclasses.replace(shape, batch=shape.batch + 1)

@@ -4,6 +4,7 @@ pytest -m gpu tests/ops/test_gpu.py
 """
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec import kv, ops
+from specdec.ops import _attention_plan
 from specdec.trees import topology
 from tests.trees.random_trees import random_tree
 
@@ -98,6 +100,107 @@ def test_shapes(dtype: torch.dtype, part: int) -> None:
     for number in range(SHAPES // (PARTS * len(TOLERANCE)) + 1):
         build = PARTS * (number // 4) + part
         compare(draw(rng, dtype, build=build), TOLERANCE[dtype], deterministic=number % 4 == 3)
+
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
+@pytest.fixture
+def specialised(monkeypatch: pytest.MonkeyPatch) -> list[_attention_plan.AttentionPlan]:
+    """The plans of calls that all go to the kernel of compute capability 9, however few rows they have."""
+    plans: list[_attention_plan.AttentionPlan] = []
+    make_plan = _attention_plan.make_plan
+
+    def recorded(*args: Any, **options: Any) -> _attention_plan.AttentionPlan:
+        plans.append(make_plan(*args, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(_attention_plan, "_FEWEST", 1)
+    monkeypatch.setattr(sys.modules["specdec.ops.tree_attention"], "make_plan", recorded)
+    return plans
+
+
+def drawn_for_hopper(rng: random.Random, dtype: torch.dtype, dim: int, groups: int, most: int) -> dict[str, Any]:
+    """A problem that the kernel of compute capability 9 takes; lengths about the edges of tiles."""
+    kv_heads, batch = rng.choice([1, 2, 3]), rng.choice([1, 1, 2, 3])
+    sizes = [rng.randint(1, most) for _ in range(batch)]
+    sizes[0] = most
+    edge = rng.choice([0, 32, 64, 128, 192, 4096])
+    near = [0, 1, edge - 1, edge, edge + 1, edge - most, edge - most + 1, rng.randint(0, 3000)]
+    lengths = [max(0, rng.choice(near)) for _ in range(batch)]
+    if rng.random() < 0.1:
+        lengths[0] = rng.randint(0, 70_000)
+    tree = random_tree(rng.randrange(2**32), sizes, rng.choice(["any", "deep", "chain", "star"]))
+    visible = topology.ancestors(tree).masked_fill(~tree.valid.unsqueeze(-1), 0)
+    if batch > 1 and rng.random() < 0.3:
+        visible[-1] = 0  # a batch row without nodes
+    slots = max(lengths) + tree.width + rng.choice([64, 65, 300])
+    seed = torch.Generator("cuda").manual_seed(rng.randrange(2**32))
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=seed, device="cuda").to(dtype)
+
+    def cached() -> Tensor:
+        view = rows(batch, slots, kv_heads, dim + 16)[..., :dim].transpose(1, 2)
+        for row, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
+            view[row, :, length + size :] = torch.nan
+        return view
+
+    return {
+        "query": rows(batch, tree.width, kv_heads * groups, dim).transpose(1, 2),
+        "keys": cached(),
+        "values": cached(),
+        "visible": visible.cuda(),
+        "lengths": torch.tensor(lengths, device="cuda"),
+        "depths": topology.depths(tree.parents).cuda() if rng.random() < 0.5 else None,
+        "sinks": rows(kv_heads * groups).float() if rng.random() < 0.3 else None,
+    }
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dim", "groups", "most"),
+    [
+        *[(128, 1, 1), (128, 4, 16), (128, 8, 16)],
+        *[(256, 7, 3), (256, 6, 16), (256, 8, 16), (256, 1, 100), (256, 16, 9)],
+        *[(512, 8, 9), (512, 8, 16), (512, 4, 64), (512, 1, 100)],
+    ],
+)
+def test_the_specialised_kernel(
+    dtype: torch.dtype, dim: int, groups: int, most: int, specialised: list[_attention_plan.AttentionPlan]
+) -> None:
+    rng = random.Random(f"{dtype} {dim} {groups} {most}")
+    for _ in range(16):
+        compare(drawn_for_hopper(rng, dtype, dim, groups, most), TOLERANCE[dtype])
+    assert sum(plan.specialised for plan in specialised) >= 8
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9")
+@pytest.mark.parametrize("dim", [128, 256, 512])
+def test_the_specialised_kernel_takes_what_is_not_finite_to_descendants_alone(
+    dim: int, specialised: list[_attention_plan.AttentionPlan]
+) -> None:
+    rng = random.Random(dim)
+    for broken in (torch.nan, torch.inf, -torch.inf) * 4:
+        call = drawn_for_hopper(rng, torch.bfloat16, dim, 8, 12)
+        length, most = int(call["lengths"][0]), call["query"].shape[2]
+        call["values"][0, 0, length + rng.randrange(most), rng.randrange(dim)] = broken
+        expected = ops.tree_attention(**{**call, **unseen_are_zeros(call)}, impl="reference")
+        output = ops.tree_attention(**call, impl="triton")
+        torch.testing.assert_close(output.double(), expected, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
+    assert any(plan.specialised for plan in specialised)
+
+
+def unseen_are_zeros(call: dict[str, Any]) -> dict[str, Tensor]:
+    """Numbers in float64; slots behind the tree of a batch row are zeros, and what is broken inside it stays."""
+    wide = {name: call[name].double() for name in ("query", "keys", "values")}
+    for row, length in enumerate(call["lengths"].tolist()):
+        behind = wide["keys"][row, 0, :, 0].isnan().nonzero()
+        first = int(behind[0]) if len(behind) else wide["keys"].shape[2]
+        assert first > length or not call["visible"][row].any()
+        wide["keys"][row, :, first:], wide["values"][row, :, first:] = 0, 0
+    return wide
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
