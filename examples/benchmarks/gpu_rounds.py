@@ -60,7 +60,7 @@ GEMMA4_26B: dict[str, Any] = {
 }
 KINDS = {
     "attention": ("_attend", "_combine"),
-    "experts": ("grouped", "group_gemm", "GroupProblemShape"),
+    "experts": ("_experts_", "grouped", "group_gemm", "GroupProblemShape"),
     "weights": ("_skinny", "gemm", "nvjet", "cublas", "cutlass", "splitK", "gemv"),
 }
 """Kinds of kernels, by parts of their names; the rest are small ones."""

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from specdec import ops
 from specdec.ops._attention_plan import AttentionPlan, Device, make_plan
-from specdec_kernels import gated_delta_tree, tree_attention
+from specdec_kernels import gated_delta_tree, routed_experts, tree_attention
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -50,6 +50,13 @@ STORED = {
 }
 """Shapes that are compiled once more for codes of keys and values."""
 
+EXPERTS = {
+    f"{name}.rows{rows}": (plan, rows)
+    for name, plan in (("up", routed_experts.UP), ("down", routed_experts.DOWN))
+    for rows in (routed_experts.FEW, routed_experts.MANY)
+}
+"""Launches of the experts, for up to so many rows of one expert."""
+
 BF16 = ("bf16", "bf16")
 SIZES = {"bf16": 2, "int8": 1, "int4": 0.5, "nvfp4": 0.5}
 CODES = {"bf16": "bf16", "int8": "i8", "int4": "u8", "nvfp4": "u8"}
@@ -69,6 +76,7 @@ PLAIN = {
     "depth_batch",
     "length_batch",
     "kept",
+    "tokens",
 }
 """Numbers of which the compiler knows nothing."""
 
@@ -99,6 +107,12 @@ def main() -> None:
         found = delta_resources(target, nodes)
         print(f"{target:8}{f'delta.t{nodes}':26}{found}", flush=True)
         figures |= described(target, f"delta.t{nodes}", found)
+    for target, (name, (plan, rows)) in itertools.product(
+        arguments.target or TARGETS, () if arguments.shape else EXPERTS.items()
+    ):
+        found = expert_resources(target, plan, rows, first=name.startswith("up"))
+        print(f"{target:8}{f'experts.{name}':26}{found}", flush=True)
+        figures |= described(target, f"experts.{name}", found)
     if not arguments.target and not arguments.shape:
         report.write(
             "kernel-resources",
@@ -172,6 +186,42 @@ def delta_resources(target: str, nodes: int) -> Resources:
         ASTSource(kernel, *_described(kernel.arg_names, types, constants)),
         target=TARGETS[target],
         options={"num_warps": gated_delta_tree._warps(nodes)},
+    )
+    return taken(target, compiled)
+
+
+def expert_resources(target: str, plan: routed_experts.Plan, rows: int, *, first: bool) -> Resources:
+    """Compiles one launch of the experts of Gemma-4-26B-A4B in BF16: gate and up projection, or the down projection."""
+    kernel: Any = routed_experts._experts_product
+    columns, depth = (704, 2816) if first else (2816, 704)
+    tiled = plan.tiled and target in TILED
+    constants: dict[str, Any] = {
+        "PROGRAMS": triton.cdiv(columns, plan.columns),
+        "BLOCKS": 2,
+        "CHOICES": 8,
+        "CHOSEN": 8,
+        "EXPERTS": 128,
+        "BINS": 128,
+        "WIDTH": columns,
+        "DEPTH": depth,
+        "ACTIVATION": "gelu_tanh" if first else "",
+        "ROWS": rows,
+        "COLUMNS": plan.columns,
+        "STEP": plan.step,
+        "CHUNK": rows,
+        "LINES": 64 if plan.ahead and target in TILED and not first else 0,
+        "LATE": target in TILED,
+        **({} if tiled else {"tiles": None}),
+    }
+    types: dict[str, Any] = dict.fromkeys(("source", "weights", "target"), "*bf16") | {"ids": "*i64"}
+    types |= {"tiles": f"tensordesc<bf16[1, {plan.columns}, {plan.step}]>"} if tiled else {}
+    compiled = triton.compile(
+        ASTSource(kernel, *_described(kernel.arg_names, types, constants)),
+        target=TARGETS[target],
+        options={
+            "num_warps": plan.warps,
+            "num_stages": routed_experts._stages(plan, rows, first, 2, SHARED_LIMIT[target] * 1024),
+        },
     )
     return taken(target, compiled)
 

@@ -20,6 +20,7 @@ KERNELS = frozenset(
         "grow_tree",
         "lookup_tree",
         "move_rows",
+        "routed_experts",
         "skinny_linear",
         "tree_attention",
         "tree_layout",
