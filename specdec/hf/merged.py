@@ -4,7 +4,8 @@ A verify pass over few rows reads every weight once and does little else, and a 
 at a fraction of the speed of a large one. The queries', keys' and values' projections have the same input, and so have
 the gate and the up projection of an MLP, and all projections of a gated delta layer but the last. The twin shares
 every module and weight with the model, but for these: their weights are copied into one matrix each. Where its kernel
-runs, `ops.skinny_linear` multiplies (see `skinny`). The model itself stays as it is.
+runs, `ops.skinny_linear` multiplies (see `skinny`). Experts are run by `ops.routed_experts` where it computes the same
+(see `experts`), with the weights that they have. The model itself stays as it is.
 """
 
 import copy
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.hf import skinny
+from specdec.hf.experts import replaced
 
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -75,10 +77,13 @@ def merged_twin(model: nn.Module) -> tuple[Any, int]:
         >>> count, type(model.model.layers[0].mlp.up_proj).__name__, twin.lm_head is model.lm_head
         (10, 'Linear', True)
     """
+    experts = replaced(model)
+    if experts is not None:
+        return experts, 0
     mlp = skinny.mlp(model) if all(map(_plain, model.children())) else None
     if mlp is not None:
         return mlp, 2
-    if not any(_group(module) or _served(module) for module in model.modules()):
+    if not any(_group(module) or _served(module) or replaced(module) for module in model.modules()):
         return model, 0
     if _served(model):
         return skinny.SkinnyLinear(model.weight, model.bias), 0  # type: ignore[arg-type]

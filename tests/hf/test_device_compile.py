@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 
 from specdec.errors import SpecdecError
 from specdec.hf import attention, skinny
+from specdec.hf.experts import RoutedExperts
 from specdec.hf.fixed_cache import FixedCache, PassedLayer
 from specdec.hf.fixed_states import FixedStates, PassedState
 from specdec.hf.merged import Merged, Projection
@@ -41,6 +42,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         Projection: ["forward"],
         skinny.SkinnyLinear: ["forward"],
         skinny.SkinnyMLP: ["forward"],
+        RoutedExperts: ["forward"],
     }
     for owner, names in seen.items():
         for name in names:
@@ -71,12 +73,17 @@ def test_a_model_that_was_compiled(family: str, prompts: str) -> None:
 
 
 @pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize(("family", "prompts"), [("llama", "ragged"), ("gemma3", "one"), ("qwen3_5", "ragged")])
+@pytest.mark.parametrize(
+    ("family", "prompts"),
+    [("llama", "ragged"), ("gemma3", "one"), ("qwen3_5", "ragged"), ("gemma4_moe", "one"), ("qwen3_moe", "ragged")],
+)
 def test_a_generator_that_compiles(family: str, prompts: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Projections are merged: sums in another order, so only the tokens are the same."""
+    """Projections are merged, experts run by an op: sums in another order, so only the tokens are the same."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     monkeypatch.setattr(skinny, "serves", lambda weight: few and weight.dim() == 2)
     target = tiny_model(family, seed=helpers.SEEDS.get(family, 7))
+    if family.endswith("moe"):
+        target.set_experts_implementation("batched_mm")
     reference = helpers.text(prompts, NEW, family)
     served = generator(target)
     assert served.compile() is served
