@@ -60,8 +60,8 @@ GEMMA4_26B: dict[str, Any] = {
 }
 KINDS = {
     "attention": ("_attend", "_combine"),
-    "experts": ("_experts_", "grouped", "group_gemm", "GroupProblemShape"),
-    "weights": ("_skinny", "gemm", "nvjet", "cublas", "cutlass", "splitK", "gemv"),
+    "experts": ("_experts_product", "_experts_sum", "grouped", "group_gemm", "GroupProblemShape"),
+    "weights": ("_skinny_product", "gemm", "nvjet", "cublas", "cutlass", "splitK", "gemv"),
 }
 """Kinds of kernels, by parts of their names; the rest are small ones."""
 

@@ -19,7 +19,7 @@ from specdec.drafters._proposals import log_law
 from specdec.drafters.block import BlockContext
 from specdec.drafters.block.heads import best
 from specdec.errors import SpecdecError, UnsupportedError
-from specdec.hf.merged import merged_twin
+from specdec.hf.merged import FUSION, merged_twin
 from specdec.ops.grow_tree import MOST
 from specdec.protocols import DraftContext
 
@@ -85,7 +85,7 @@ class DeviceBlock:
         Args:
             **options: for `torch.compile`.
         """
-        made = {"dynamic": False, **options}
+        made = {"dynamic": False, **options} if "mode" in options else {"dynamic": False, "options": FUSION, **options}
         self._drafts = merged_twin(self.model)[0]
         self._propose = torch.compile(self._proposed, **made)
         self._extend = torch.compile(self.model.extend, **made)

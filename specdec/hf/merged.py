@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from specdec.hf import skinny
 from specdec.hf.experts import replaced
 
+FUSION = {"combo_kernels": True, "benchmark_combo_kernel": True}
+"""Options of `torch.compile`: small kernels that do not depend on each other are one launch where that is faster."""
+
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "k_proj"),

@@ -21,7 +21,7 @@ from specdec.hf.cache import RowCache, grown
 from specdec.hf.device_block import DeviceBlock
 from specdec.hf.device_draft import Draft
 from specdec.hf.fixed_cache import FixedCache
-from specdec.hf.merged import merged_twin
+from specdec.hf.merged import FUSION, merged_twin
 from specdec.hf.round_context import RoundContext
 
 Choose = Callable[[Float[Tensor, "batch nodes vocab"]], Int[Tensor, "batch nodes"]]
@@ -86,7 +86,8 @@ class RoundProgram:
         self._context = RoundContext(cache, model, impl)
         self._forward: Any = model
         if compiled:
-            self._forward = torch.compile(merged_twin(support.plain(model))[0].forward, dynamic=False)
+            twin = merged_twin(support.plain(model))[0]
+            self._forward = torch.compile(twin.forward, dynamic=False, options=FUSION)
             if isinstance(draft, DeviceBlock):
                 draft.compile()
         self._capture = capture
