@@ -26,6 +26,9 @@ DTYPES = (torch.float16, torch.bfloat16)
 TILE, STEP, STAGES, WARPS = 64, 128, 5, 4
 """Outputs of a work item, inputs that pass by at a time, how many such steps are in flight, warps."""
 
+AHEAD = 0
+"""Lines of each output's weights that are asked for before the kernel before has ended."""
+
 SHORTEST = 512
 """Inputs of a work item for which a split pays."""
 
@@ -63,6 +66,8 @@ def refusal(call: Any) -> str:
         return f"{', '.join(map(str, DTYPES))}, not {rows.dtype}"
     if rows.shape[0] > MOST_ROWS:
         return f"{MOST_ROWS} rows at most, not {rows.shape[0]}"
+    if 0 in (call.rows.shape[0], *call.weight.shape):
+        return f"at least one row, input and output, not {list(call.rows.shape)} and {list(call.weight.shape)}"
     if call.weight.stride(1) != 1:
         return f"weights whose rows are contiguous, not strides {call.weight.stride()}"
     return ""
@@ -75,7 +80,7 @@ def launch(call: Any) -> Tensor:
         call: checked arguments (`specdec.ops.skinny_linear.SkinnyCall`) that `refusal` has nothing to say of.
     """
     rows = call.rows if call.rows.stride(1) == 1 else call.rows.contiguous()
-    (count, inputs), outputs = rows.shape, call.weight.shape[0]
+    (count, inputs), outputs, residual = rows.shape, call.weight.shape[0], call.residual
     multiprocessors, shared_memory = _device(rows.device)
     plan = make_plan(count, outputs, inputs, multiprocessors=multiprocessors, shared_memory=shared_memory)
     tiles = triton.cdiv(outputs, TILE)
@@ -86,15 +91,17 @@ def launch(call: Any) -> Tensor:
         if counters is None:
             counters = torch.zeros(tiles, dtype=torch.int32, device=rows.device)
     output = rows.new_empty(count, outputs // (2 if call.gate else 1))
-    _skinny[(tiles, plan.splits)](
+    _skinny_product[(tiles, plan.splits)](
         rows,
         call.weight,
         call.bias,
+        residual,
         output,
         parts,
         counters,
         rows.stride(0),
         call.weight.stride(0),
+        *((0, 0) if residual is None else residual.stride()),
         count,
         outputs,
         inputs,
@@ -104,6 +111,7 @@ def launch(call: Any) -> Tensor:
         STEP=STEP,
         EVEN=inputs % STEP == 0,
         SPLITS=plan.splits,
+        AHEAD=AHEAD,
         LATE=pdl(rows.device),
         num_warps=WARPS,
         num_stages=plan.stages,
@@ -123,15 +131,18 @@ def _device(device: torch.device) -> tuple[int, int]:
 
 
 @triton.jit(do_not_specialize=["count"])
-def _skinny(
+def _skinny_product(
     rows,
     weight,
     bias,
+    residual,
     output,
     parts,
     counters,
     row_stride,
     weight_stride,
+    residual_row,
+    residual_column,
     count,
     outputs,
     inputs,
@@ -141,15 +152,27 @@ def _skinny(
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
     LATE: tl.constexpr,
 ):
-    if LATE:
-        gdc_wait()
-        gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
     out, row, inner = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK), tl.arange(0, STEP)
     # What lies behind the last output is computed like it, and not stored.
     lines = weight + tl.minimum(out, outputs - 1).to(tl.int64)[:, None] * weight_stride
+    if LATE:
+        if AHEAD > 0:
+            # Nobody writes weights: they may come while the kernel before still runs. Lines have 128 bytes.
+            ahead = split * tl.cdiv(tl.cdiv(inputs, STEP), SPLITS) * STEP + tl.arange(0, AHEAD) * 64
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+                "=r,l",
+                [lines + tl.minimum(ahead, inputs - 1)[None, :]],
+                dtype=tl.int32,
+                is_pure=False,
+                pack=1,
+            )
+        gdc_wait()
+        gdc_launch_dependents()
     given = rows + row.to(tl.int64)[:, None] * row_stride
     real = (row < count)[:, None]
     steps = tl.cdiv(inputs, STEP)
@@ -165,6 +188,7 @@ def _skinny(
             left = tl.load(lines + place[None, :], mask=inside, other=0.0)
             right = tl.load(given + place[None, :], mask=real & inside, other=0.0)
         acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+    added = residual, residual_row, residual_column
     if SPLITS > 1:
         spot = tl.arange(0, TILE)[:, None] * BLOCK + row[None, :]
         kept = parts + tile.to(tl.int64) * (SPLITS * TILE * BLOCK)
@@ -175,26 +199,42 @@ def _skinny(
             for part in tl.static_range(SPLITS):
                 acc += tl.load(kept + part * (TILE * BLOCK) + spot, cache_modifier=".cg")
             tl.store(counters + tile, 0)
-            _keep(acc, bias, output, out, row, outputs, count, tile, GATE, TILE, BLOCK)
+            _keep(acc, bias, added, output, out, row, outputs, count, tile, GATE, TILE, BLOCK)
     else:
-        _keep(acc, bias, output, out, row, outputs, count, tile, GATE, TILE, BLOCK)
+        _keep(acc, bias, added, output, out, row, outputs, count, tile, GATE, TILE, BLOCK)
 
 
 @triton.jit
 def _keep(
-    acc, bias, output, out, row, outputs, count, tile, GATE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr
+    acc,
+    bias,
+    added,
+    output,
+    out,
+    row,
+    outputs,
+    count,
+    tile,
+    GATE: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Stores finished sums `[TILE, BLOCK]`, behind the gate if there is one."""
     kind = output.dtype.element_ty
     if bias is not None:
         acc += tl.load(bias + tl.minimum(out, outputs - 1)).to(tl.float32)[:, None]
     if GATE == "":
-        place = output + row.to(tl.int64)[None, :] * outputs + out[:, None]
-        tl.store(place, acc.to(kind), mask=(row < count)[None, :] & (out < outputs)[:, None])
+        column, kept = out, outputs
+        found = acc.to(kind)
     else:
         HALF: tl.constexpr = TILE // 2
         gate, up = tl.split(tl.permute(tl.reshape(acc, [2, HALF, BLOCK]), (1, 2, 0)))
-        found = gated(gate, up, kind, GATE)
-        column = tile * HALF + tl.arange(0, HALF)
-        place = output + row.to(tl.int64)[None, :] * (outputs // 2) + column[:, None]
-        tl.store(place, found.to(kind), mask=(row < count)[None, :] & (column < outputs // 2)[:, None])
+        column, kept = tile * HALF + tl.arange(0, HALF), outputs // 2
+        found = gated(gate, up, kind, GATE).to(kind)
+    line = row.to(tl.int64)[None, :]
+    inside = (row < count)[None, :] & (column < kept)[:, None]
+    residual, residual_row, residual_column = added
+    if residual is not None:
+        more = tl.load(residual + line * residual_row + column[:, None] * residual_column, mask=inside, other=0.0)
+        found = (found.to(tl.float32) + more.to(tl.float32)).to(kind)
+    tl.store(output + line * kept + column[:, None], found, mask=inside)

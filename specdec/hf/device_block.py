@@ -5,6 +5,7 @@ rows behind a text's new length are written over by the next round. The context'
 nothing has to be put back when a graph is captured.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,8 @@ from specdec.drafters._proposals import log_law
 from specdec.drafters.block import BlockContext
 from specdec.drafters.block.heads import best
 from specdec.errors import SpecdecError, UnsupportedError
-from specdec.hf.merged import FUSION, merged_twin
+from specdec.hf.fusion import compiled as fused
+from specdec.hf.merged import merged_twin
 from specdec.ops.grow_tree import MOST
 from specdec.protocols import DraftContext
 
@@ -83,12 +85,11 @@ class DeviceBlock:
         """Merges projections (see `merged`) and lets `torch.compile` fuse what lies between; the model stays as it is.
 
         Args:
-            **options: for `torch.compile`.
+            **options: for `torch.compile`, instead of those of `fusion`.
         """
-        made = {"dynamic": False, **options} if "mode" in options else {"dynamic": False, "options": FUSION, **options}
+        compiled: Any = functools.partial(torch.compile, dynamic=False, **options) if options else fused
         self._drafts = merged_twin(self.model)[0]
-        self._propose = torch.compile(self._proposed, **made)
-        self._extend = torch.compile(self.model.extend, **made)
+        self._propose, self._extend = compiled(self._proposed), compiled(self.model.extend)
 
     @torch.no_grad()
     def prepare(self, context: DraftContext, capacity: int) -> None:

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specdec.hf import skinny
-from specdec.hf.experts import replaced
-
-FUSION = {"combo_kernels": True, "benchmark_combo_kernel": True}
-"""Options of `torch.compile`: small kernels that do not depend on each other are one launch where that is faster."""
+from specdec.hf import experts, norms, skinny
 
 GROUPS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -80,26 +76,16 @@ def merged_twin(model: nn.Module) -> tuple[Any, int]:
         >>> count, type(model.model.layers[0].mlp.up_proj).__name__, twin.lm_head is model.lm_head
         (10, 'Linear', True)
     """
-    experts = replaced(model)
-    if experts is not None:
-        return experts, 0
-    mlp = skinny.mlp(model) if all(map(_plain, model.children())) else None
-    if mlp is not None:
-        return mlp, 2
-    if not any(_group(module) or _served(module) or replaced(module) for module in model.modules()):
+    replacement = _replacement(model)
+    if replacement is not None:
+        return replacement, 2 * isinstance(replacement, skinny.SkinnyMLP)
+    children = {name: merged_twin(child) for name, child in model._modules.items() if child is not None}
+    groups = _group(model)
+    if not groups and all(twin is model._modules[name] for name, (twin, _) in children.items()):
         return model, 0
-    if _served(model):
-        return skinny.SkinnyLinear(model.weight, model.bias), 0  # type: ignore[arg-type]
-    twin = copy.copy(model)
-    twin._modules = {}
-    count = 0
-    for name, child in model._modules.items():
-        if child is None:
-            twin._modules[name] = None
-            continue
-        twin._modules[name], inner = merged_twin(child)
-        count += inner
-    for names in _group(model):
+    twin, count = copy.copy(model), sum(inner for _, inner in children.values())
+    twin._modules = {**model._modules, **{name: child for name, (child, _) in children.items()}}
+    for names in groups:
         linears: list[Any] = [getattr(model, name) for name in names]
         merged = Merged(linears)
         twin._modules.update({name: Projection(merged, index) for index, name in enumerate(names)})
@@ -107,9 +93,13 @@ def merged_twin(model: nn.Module) -> tuple[Any, int]:
     return twin, count
 
 
-def _served(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, and one for the kernel."""
-    return type(module) is nn.Linear and _plain(module) and skinny.serves(module.weight)
+def _replacement(module: nn.Module) -> nn.Module | None:
+    """What is made for few rows and stands in the twin for a module as a whole."""
+    if not _plain(module) or not all(map(_plain, module.children())):
+        return None
+    if type(module) is nn.Linear and skinny.serves(module.weight):
+        return skinny.SkinnyLinear(module.weight, module.bias)
+    return experts.replaced(module) or skinny.mlp(module) or norms.replaced(module)
 
 
 def _group(module: nn.Module) -> list[tuple[str, ...]]:

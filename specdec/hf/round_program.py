@@ -21,7 +21,8 @@ from specdec.hf.cache import RowCache, grown
 from specdec.hf.device_block import DeviceBlock
 from specdec.hf.device_draft import Draft
 from specdec.hf.fixed_cache import FixedCache
-from specdec.hf.merged import FUSION, merged_twin
+from specdec.hf.fusion import compiled as fused
+from specdec.hf.merged import merged_twin
 from specdec.hf.round_context import RoundContext
 
 Choose = Callable[[Float[Tensor, "batch nodes vocab"]], Int[Tensor, "batch nodes"]]
@@ -86,8 +87,7 @@ class RoundProgram:
         self._context = RoundContext(cache, model, impl)
         self._forward: Any = model
         if compiled:
-            twin = merged_twin(support.plain(model))[0]
-            self._forward = torch.compile(twin.forward, dynamic=False, options=FUSION)
+            self._forward = fused(merged_twin(support.plain(model))[0].forward)
             if isinstance(draft, DeviceBlock):
                 draft.compile()
         self._capture = capture

@@ -50,7 +50,9 @@ class SkinnyLinear(nn.Module):
         """As the layer, and the gate behind it."""
         if given.shape[:-1].numel() > MOST_ROWS or not self.kernel:
             return linear(given, self.weight, self.bias, self.gate)
-        found: Tensor = torch.ops.specdec.skinny_linear(given, self.weight, self.bias, self.counters, self.gate or "")
+        found: Tensor = torch.ops.specdec.skinny_linear(
+            given, self.weight, self.bias, None, self.counters, self.gate or ""
+        )
         return found
 
 
@@ -98,8 +100,8 @@ def _computes(module: nn.Module, linears: list[nn.Linear], activation: str) -> b
         found = module(given)
     except (TypeError, ValueError, RuntimeError, IndexError):  # it asks for other arguments or shapes
         return False
-    opened, partner = (linear(given, each.weight, each.bias, None) for each in (gate, up))
-    expected = linear(_gate.gated(opened, partner, activation), down.weight, down.bias, None)
+    opened, partner = (linear(given, each.weight, each.bias) for each in (gate, up))
+    expected = linear(_gate.gated(opened, partner, activation), down.weight, down.bias)
     return isinstance(found, Tensor) and torch.equal(found, expected)
 
 
@@ -107,14 +109,16 @@ def _computes(module: nn.Module, linears: list[nn.Linear], activation: str) -> b
 def register_operator() -> None:
     """Makes the product an operator that `torch.compile` leaves alone. Counters are as before when it returns."""
 
-    def product(given: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, gate: str) -> Tensor:
-        rows = given.reshape(-1, given.shape[-1])
+    def product(
+        given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor, gate: str
+    ) -> Tensor:
         kind: Any = gate or None
-        found = ops.skinny_linear(rows, weight, bias, gate=kind, counters=counters)
+        rows, more = (None if each is None else each.reshape(-1, each.shape[-1]) for each in (given, residual))
+        found = ops.skinny_linear(rows, weight, bias, gate=kind, residual=more, counters=counters)
         return found.view(*given.shape[:-1], found.shape[-1])
 
-    def shaped(given: Tensor, weight: Tensor, bias: Tensor | None, counters: Tensor, gate: str) -> Tensor:  # noqa: ARG001 - the operator's
-        return given.new_empty(*given.shape[:-1], weight.shape[0] // (2 if gate else 1))
+    def shaped(given: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        return given.new_empty(*given.shape[:-1], weight.shape[0] // (2 if rest[-1] else 1))
 
-    schema = "(Tensor given, Tensor weight, Tensor? bias, Tensor counters, str gate) -> Tensor"
+    schema = "(Tensor given, Tensor weight, Tensor? bias, Tensor? residual, Tensor counters, str gate) -> Tensor"
     torch.library.custom_op(OPERATOR, product, mutates_args=(), schema=schema).register_fake(shaped)

@@ -14,6 +14,7 @@ from specdec.ops.grow_tree import grow_tree
 from specdec.ops.hadamard import hadamard
 from specdec.ops.lookup_tree import lookup_tree
 from specdec.ops.move_rows import move_rows
+from specdec.ops.rms_norm import rms_norm
 from specdec.ops.routed_experts import routed_experts
 from specdec.ops.skinny_linear import interleave_gate, skinny_linear
 from specdec.ops.tree_attention import split_kv_attention, tree_attention
@@ -39,6 +40,7 @@ __all__ = [
     "lookup_tree",
     "move_rows",
     "occupancy",
+    "rms_norm",
     "routed_experts",
     "skinny_linear",
     "split_kv_attention",

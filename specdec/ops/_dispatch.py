@@ -20,6 +20,7 @@ KERNELS = frozenset(
         "grow_tree",
         "lookup_tree",
         "move_rows",
+        "rms_norm",
         "routed_experts",
         "skinny_linear",
         "tree_attention",

@@ -33,6 +33,7 @@ class SkinnyCall:
     weight: Tensor
     bias: Tensor | None
     gate: str | None
+    residual: Tensor | None
     counters: Tensor | None
 
 
@@ -42,6 +43,7 @@ def skinny_linear(
     bias: Float[Tensor, " outputs"] | None = None,
     *,
     gate: _gate.GateActivation | None = None,
+    residual: Float[Tensor, "rows kept"] | None = None,
     counters: Int[Tensor, " tiles"] | None = None,
     impl: _dispatch.Impl = "auto",
 ) -> Float[Tensor, "rows kept"]:
@@ -57,6 +59,7 @@ def skinny_linear(
         bias: added to the outputs, before the gate.
         gate: activation; outputs are then pairs, interleaved as by `interleave_gate`, and half as many are returned:
             the activation of the first times the second, each rounded as if the layers were run one by one.
+        residual: added to the rounded result, which is rounded once more.
         counters: int32 zeros, one for 64 outputs or more; left as zeros. Without, they are made, which takes a launch.
             Calls that may run at the same time must not share them.
         impl: which implementation runs; see `specdec.ops`.
@@ -75,17 +78,14 @@ def skinny_linear(
         >>> torch.allclose(found, torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T), atol=1e-5)
         True
     """
-    call = SkinnyCall(rows, weight, bias, gate, counters)
+    call = SkinnyCall(rows, weight, bias, gate, residual, counters)
     _check(call)
-    outputs = weight.shape[0] // (2 if gate else 1)
-    if 0 in (rows.shape[0], *weight.shape):
-        return rows.new_zeros(rows.shape[0], outputs) + (0 if bias is None or gate else bias)
     kernel: Any = _dispatch.choose("skinny_linear", impl, rows.device)
     reason = kernel.refusal(call) if kernel is not None else ""
     if reason and impl == "triton":
         raise UnsupportedError(f"skinny_linear: the kernel takes {reason}.")
     if kernel is None or reason:
-        return linear(rows, weight, bias, gate)
+        return linear(rows, weight, bias, gate, residual)
     found: Tensor = kernel.launch(call)
     return found
 
@@ -116,13 +116,15 @@ def interleave_gate(
     return _gate.interleaved(gate, up, GATE_BLOCK)
 
 
-def linear(given: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None) -> Tensor:
+def linear(
+    given: Tensor, weight: Tensor, bias: Tensor | None, gate: str | None = None, residual: Tensor | None = None
+) -> Tensor:
     """The definition in plain torch, for rows of any shape `[..., inputs]`."""
     found = functional.linear(given, weight, bias)
-    if not gate:
-        return found
-    opened, up = found.unflatten(-1, (-1, 2, GATE_BLOCK)).unbind(-2)
-    return _gate.gated(opened.flatten(-2), up.flatten(-2), gate)
+    if gate:
+        opened, up = found.unflatten(-1, (found.shape[-1] // TILE, 2, GATE_BLOCK)).unbind(-2)
+        found = _gate.gated(opened.flatten(-2), up.flatten(-2), gate)
+    return found if residual is None else residual + found
 
 
 def _check(call: SkinnyCall) -> None:
@@ -148,7 +150,10 @@ def _check(call: SkinnyCall) -> None:
     bias = call.bias
     demand(bias is None or list(bias.shape) == [outputs], f"bias must be [{outputs}], got {_shape(bias)}")
     demand(rows.is_floating_point(), f"rows must hold floating-point numbers, got {rows.dtype}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    kept = [rows.shape[0], outputs // (2 if call.gate else 1)]
+    residual = call.residual
+    demand(residual is None or list(residual.shape) == kept, f"residual must be {kept}, got {_shape(residual)}")
+    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
         demand(tensor is None or tensor.dtype == rows.dtype, f"{name} must be {rows.dtype} like rows")
     if counters is not None:
         tiles = -(-outputs // TILE)
@@ -157,7 +162,7 @@ def _check(call: SkinnyCall) -> None:
             enough and counters.is_contiguous(),
             f"counters must be [{tiles}] or more of int32, contiguous, got {_shape(counters)} of {counters.dtype}",
         )
-    devices = {each.device for each in (rows, weight, bias, counters) if each is not None}
+    devices = {each.device for each in (rows, weight, bias, residual, counters) if each is not None}
     demand(len(devices) == 1, f"all tensors must be on one device, got {sorted(map(str, devices))}")
 
 
