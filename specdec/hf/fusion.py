@@ -65,8 +65,7 @@ def add_residuals(module: fx.GraphModule) -> int:
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
     """Whether two results have the same shape, dtype and device."""
-    kinds = [node.meta.get("example_value") for node in (one, other)]
-    if not all(isinstance(kind, Tensor) for kind in kinds):
+    first, second = (node.meta.get("example_value") for node in (one, other))
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
         return False
-    first, second = kinds
     return first.shape == second.shape and first.dtype == second.dtype and first.device == second.device

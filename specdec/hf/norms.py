@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from specdec import ops
-from specdec.hf import skinny
 from specdec.ops.rms_norm import norm
+from specdec.ops.skinny_linear import MOST_ROWS
 
 OPERATOR = "specdec::rms_norm"
 
@@ -37,7 +37,7 @@ class SkinnyNorm(nn.Module):
 
     def forward(self, given: Tensor) -> Tensor:
         """As the norm."""
-        if given.shape[:-1].numel() > skinny.MOST_ROWS:
+        if given.shape[:-1].numel() > MOST_ROWS:
             return norm(given, self.scale, self.eps, None)
         found: Tensor = torch.ops.specdec.rms_norm(given, self.scale, None, self.eps)
         return found
@@ -82,7 +82,8 @@ def register_operator() -> None:
     """Makes the norm an operator that `torch.compile` leaves alone."""
 
     def normalised(given: Tensor, scale: Tensor, residual: Tensor | None, eps: float) -> Tensor:
-        rows, more = (None if each is None else each.reshape(-1, each.shape[-1]) for each in (given, residual))
+        rows = given.reshape(-1, given.shape[-1])
+        more = None if residual is None else residual.reshape(rows.shape)
         return ops.rms_norm(rows, scale, eps, residual=more).view(given.shape)
 
     def shaped(given: Tensor, *rest: object) -> Tensor:  # noqa: ARG001 - the operator's

@@ -113,7 +113,8 @@ def register_operator() -> None:
         given: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, counters: Tensor, gate: str
     ) -> Tensor:
         kind: Any = gate or None
-        rows, more = (None if each is None else each.reshape(-1, each.shape[-1]) for each in (given, residual))
+        rows = given.reshape(-1, given.shape[-1])
+        more = None if residual is None else residual.reshape(-1, residual.shape[-1])
         found = ops.skinny_linear(rows, weight, bias, gate=kind, residual=more, counters=counters)
         return found.view(*given.shape[:-1], found.shape[-1])
 

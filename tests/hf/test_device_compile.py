@@ -1,6 +1,5 @@
 """Device rounds of compiled models: attention is one operator to the compiler, and nothing breaks the graph."""
 
-import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any

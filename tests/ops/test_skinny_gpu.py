@@ -68,3 +68,20 @@ def test_many_in_a_graph() -> None:
         captured.fill_(float("nan"))
         graph.replay()
         assert torch.equal(captured, stepped)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("width", [576, 2816, 4096, 5000])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_norms(dtype: torch.dtype, width: int, residual: bool) -> None:
+    """Against the definition in float64, in which only the rounding differs."""
+    torch.manual_seed(width)
+    rows = 3 * torch.randn(64, width, device="cuda").to(dtype)
+    more = torch.randn(64, width, device="cuda").to(dtype) if residual else None
+    for scale in (torch.randn(width, device="cuda").to(dtype), torch.randn(width, device="cuda")):
+        wide = None if more is None else more.double()
+        expected = ops.rms_norm(rows.double(), scale.double(), 1e-6, residual=wide, impl="reference")
+        found = ops.rms_norm(rows, scale, 1e-6, residual=more, impl="triton")
+        torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        same = found == ops.rms_norm(rows, scale, 1e-6, residual=more, impl="reference")
+        assert same.double().mean() > 0.999
