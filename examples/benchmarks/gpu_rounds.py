@@ -14,8 +14,9 @@ import itertools
 import json
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import report
@@ -65,6 +66,9 @@ KINDS = {
 }
 """Kinds of kernels, by parts of their names; the rest are small ones."""
 
+Figures: TypeAlias = Iterator[dict[str, Any]]
+"""What a part measures, as it comes."""
+
 
 def main() -> None:
     """Measures the parts that were asked for and writes the report."""
@@ -85,15 +89,16 @@ def main() -> None:
         raw = {"device": torch.cuda.get_device_name(), "versions": report.installed(), "figures": {}}
         raw["figures"]["read_bandwidth"] = report.figure(bandwidth() / 1e12, "TB/s", "a sum over 4 GB")
         for name in arguments.part or PARTS:
-            raw["figures"] |= PARTS[name](arguments)
+            for figures in PARTS[name](arguments):
+                raw["figures"] |= figures
+                if arguments.save:  # as they come: a run that is cut off still counts
+                    arguments.save.write_text(json.dumps(raw), encoding="utf-8")
             torch.cuda.empty_cache()
-            if arguments.save:  # after every part: a run that is cut off still counts
-                arguments.save.write_text(json.dumps(raw), encoding="utf-8")
     if not arguments.save:
         report.write("gpu-rounds", raw["figures"], device=raw["device"], versions=raw["versions"])
 
 
-def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
+def smollm2(arguments: argparse.Namespace) -> Figures:
     """SmolLM2 against its own generate, eager and with a compiled static cache."""
     from specdec.testing.smollm2 import load_smollm2
 
@@ -107,12 +112,10 @@ def smollm2(arguments: argparse.Namespace) -> dict[str, Any]:
         )["input_ids"].cuda()
         for text in texts
     ]
-    return against_generate("smollm2", model, prompts, new_tokens=512, compiled=not arguments.plain)
+    yield from against_generate("smollm2", model, prompts, new_tokens=512, compiled=not arguments.plain)
 
 
-def against_generate(
-    name: str, model: Any, prompts: list[torch.Tensor], *, new_tokens: int, compiled: bool
-) -> dict[str, Any]:
+def against_generate(name: str, model: Any, prompts: list[torch.Tensor], *, new_tokens: int, compiled: bool) -> Figures:
     """Tokens per second of greedy text, beside `model.generate`; the texts are compared first."""
     model.generation_config.eos_token_id = None
     greedy = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
@@ -120,9 +123,14 @@ def against_generate(
     generator = SpeculativeGenerator(model, drafter=drafter, tree=trees.BestFirst(nodes=15), execution="device")
     if compiled:
         generator.compile()
-    same, gaps, tokens_per_round = [], [0.0], []
+    same, gaps, tokens_per_round, seconds = [], [0.0], [], {"eager": 0.0}
+    type(model).generate(model, prompts[0], **{**greedy, "max_new_tokens": 8})  # warms up
     for prompt in prompts:
-        ours, plain = generator.generate(prompt, **greedy), type(model).generate(model, prompt, **greedy)
+        ours = generator.generate(prompt, **greedy)
+        start = time.perf_counter()
+        plain = type(model).generate(model, prompt, **greedy).clone()
+        torch.cuda.synchronize()
+        seconds["eager"] += (time.perf_counter() - start) / new_tokens / len(prompts)
         differs = (ours != plain).any(0).nonzero()
         same.append(1.0 if len(differs) == 0 else (int(differs[0]) - prompt.shape[1]) / new_tokens)
         if len(differs):
@@ -131,17 +139,22 @@ def against_generate(
                 logits = model(plain[:, :place], logits_to_keep=1).logits[0, -1].float()
             gaps.append(float(logits.max() - logits[ours[0, place]]))
         tokens_per_round.append(generator.stats.tokens_per_round)
+    yield {
+        f"{name}.tokens_per_round": report.figure(sum(tokens_per_round) / len(prompts), "tokens", "prefill included"),
+        f"{name}.widest_gap": report.figure(max(gaps), "logits", "the best one, where a text parts from plain"),
+        f"{name}.equal_to_plain": report.figure(sum(same) / len(same), "share", "greedy tokens before the first other"),
+    }
+    yield rounds(name, generator, prompts[0], floor=None)
     static = {**greedy, "cache_implementation": "static"}
     type(model).generate(model, prompts[0], **static)  # compiles
-    seconds = {}
+    generator.generate(prompts[0], **greedy)
     for way, run in {
         "ours": lambda prompt: generator.generate(prompt, **greedy),
         "static": lambda prompt: type(model).generate(model, prompt, **static),
-        "eager": lambda prompt: type(model).generate(model, prompt, **greedy),
     }.items():
         seconds[way] = timed(run, prompts) / new_tokens
-        print(f"{name}: {way} {1 / seconds[way]:.1f} tokens/s", flush=True)
-    figures = {
+    print(name, {way: f"{1 / each:.1f} tokens/s" for way, each in seconds.items()}, flush=True)
+    yield {
         f"{name}.vs_eager_generate": report.figure(
             seconds["eager"] / seconds["ours"], "times", "model.generate, eager, greedy"
         ),
@@ -150,17 +163,12 @@ def against_generate(
         ),
         f"{name}.tokens_per_second": report.figure(1 / seconds["ours"], "tokens/s", "wall time, prompt included"),
         f"{name}.static_tokens_per_second": report.figure(1 / seconds["static"], "tokens/s", "the same"),
-        f"{name}.tokens_per_round": report.figure(sum(tokens_per_round) / len(prompts), "tokens", "prefill included"),
-        f"{name}.widest_gap": report.figure(max(gaps), "logits", "the best one, where a text parts from plain"),
-        f"{name}.equal_to_plain": report.figure(sum(same) / len(same), "share", "greedy tokens before the first other"),
     }
-    figures |= rounds(name, generator, prompts[0], floor=None)
     for batch in (8, 32):
         rows = prompts[0].expand(batch, -1)
         generator.generate(rows, **greedy)  # captures
         rate = new_tokens * batch / timed(lambda prompt: generator.generate(prompt, **greedy), [rows])
-        figures[f"{name}.b{batch}.tokens_per_second"] = report.figure(rate, "tokens/s", "all rows, wall time")
-    return figures
+        yield {f"{name}.b{batch}.tokens_per_second": report.figure(rate, "tokens/s", "all rows, wall time")}
 
 
 def timed(run: Any, prompts: list[torch.Tensor]) -> float:
@@ -173,19 +181,17 @@ def timed(run: Any, prompts: list[torch.Tensor]) -> float:
     return (time.perf_counter() - start) / len(prompts)
 
 
-def shape(name: str, model: Any, nodes: int, compiled: bool, floor: float) -> dict[str, Any]:
+def shape(name: str, model: Any, nodes: int, compiled: bool, floor: float) -> Figures:
     """Rounds of a model with random weights at two lengths of context."""
-    figures: dict[str, Any] = {}
     model.generation_config.eos_token_id = None
     for context in (1_024, 32_768):
         if context == 1_024:
-            figures |= eager(name, model, nodes, context)
+            yield eager(name, model, nodes, context)
         generator = SpeculativeGenerator(model, tree=trees.BestFirst(nodes=nodes), execution="device")
         if compiled:
             generator.compile()
         prompt = torch.randint(1000, 100_000, (1, context), device="cuda")
-        figures |= rounds(f"{name}.c{context}", generator, prompt, floor=floor if context == 1_024 else None)
-    return figures
+        yield rounds(f"{name}.c{context}", generator, prompt, floor=floor if context == 1_024 else None)
 
 
 def eager(name: str, model: Any, nodes: int, context: int) -> dict[str, Any]:
@@ -280,15 +286,15 @@ def _kind(kernel: str) -> str:
     return next((kind for kind, parts in KINDS.items() if any(part in kernel for part in parts)), "small")
 
 
-def llama(arguments: argparse.Namespace) -> dict[str, Any]:
+def llama(arguments: argparse.Namespace) -> Figures:
     """A dense 8B Llama, 16 rows."""
     with torch.device("cuda"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()
     read = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n) * 2
-    return shape("llama_8b_shape", model, 15, not arguments.plain, read / bandwidth())
+    yield from shape("llama_8b_shape", model, 15, not arguments.plain, read / bandwidth())
 
 
-def gemma(arguments: argparse.Namespace) -> dict[str, Any]:
+def gemma(arguments: argparse.Namespace) -> Figures:
     """Gemma-4-26B-A4B, 7 rows; of the experts, those that the rows of its rounds touch."""
     with torch.device("cuda"):
         model = Gemma4ForCausalLM._from_config(Gemma4TextConfig(**GEMMA4_26B), dtype=torch.bfloat16).eval()
@@ -296,9 +302,9 @@ def gemma(arguments: argparse.Namespace) -> dict[str, Any]:
     dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
     touched = experts_touched(model, 6, torch.randint(1000, 100_000, (1, 1_024), device="cuda"))
     share = touched / GEMMA4_26B["num_experts"]
-    figures = shape("gemma4_26b_shape", model, 6, not arguments.plain, 2 * (dense + share * experts) / bandwidth())
-    figures["gemma4_26b_shape.experts_touched"] = report.figure(touched, "experts", "128, mean over layers and rounds")
-    return figures
+    counted = report.figure(touched, "experts", "128, mean over layers and rounds")
+    yield {"gemma4_26b_shape.experts_touched": counted}
+    yield from shape("gemma4_26b_shape", model, 6, not arguments.plain, 2 * (dense + share * experts) / bandwidth())
 
 
 def experts_touched(model: Any, nodes: int, prompt: torch.Tensor, count: int = 20) -> float:

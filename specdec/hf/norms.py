@@ -63,7 +63,7 @@ def replaced(module: nn.Module) -> SkinnyNorm | None:
 
 
 def _same(found: Tensor, expected: object) -> bool:
-    """Whether two results are one. Ways to write a root differ in its last bit, so rarely in that of what is rounded."""
+    """Whether two results are one. Ways to write a root differ in its last bit, and so, rarely, does what is rounded."""
     alike = isinstance(expected, Tensor) and expected.shape == found.shape and expected.dtype == found.dtype
     if not isinstance(expected, Tensor) or not alike:
         return False

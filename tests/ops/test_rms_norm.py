@@ -116,7 +116,7 @@ def test_arguments_that_do_not_belong_together(change: dict[str, Any], message: 
 @kernel
 def test_what_the_kernel_does_not_take() -> None:
     rows = torch.ones(1, 4, dtype=torch.float64)
-    with pytest.raises(UnsupportedError, match="the kernel takes .*, not torch.float64"):
+    with pytest.raises(UnsupportedError, match=r"the kernel takes .*, not torch\.float64"):
         ops.rms_norm(rows, rows[0], 1e-6, impl="triton")
     wide = torch.ones(1, 20_000)
     with pytest.raises(UnsupportedError, match="16384 numbers of a row at most, not 20000"):
