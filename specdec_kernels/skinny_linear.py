@@ -26,9 +26,6 @@ DTYPES = (torch.float16, torch.bfloat16)
 TILE, STEP, STAGES, WARPS = 64, 128, 5, 4
 """Outputs of a work item, inputs that pass by at a time, how many such steps are in flight, warps."""
 
-AHEAD = 0
-"""Lines of each output's weights that are asked for before the kernel before has ended."""
-
 SHORTEST = 512
 """Inputs of a work item for which a split pays."""
 
@@ -111,7 +108,6 @@ def launch(call: Any) -> Tensor:
         STEP=STEP,
         EVEN=inputs % STEP == 0,
         SPLITS=plan.splits,
-        AHEAD=AHEAD,
         LATE=pdl(rows.device),
         num_warps=WARPS,
         num_stages=plan.stages,
@@ -152,7 +148,6 @@ def _skinny_product(
     STEP: tl.constexpr,
     EVEN: tl.constexpr,
     SPLITS: tl.constexpr,
-    AHEAD: tl.constexpr,
     LATE: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -160,17 +155,6 @@ def _skinny_product(
     # What lies behind the last output is computed like it, and not stored.
     lines = weight + tl.minimum(out, outputs - 1).to(tl.int64)[:, None] * weight_stride
     if LATE:
-        if AHEAD > 0:
-            # Nobody writes weights: they may come while the kernel before still runs. Lines have 128 bytes.
-            ahead = split * tl.cdiv(tl.cdiv(inputs, STEP), SPLITS) * STEP + tl.arange(0, AHEAD) * 64
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-                "=r,l",
-                [lines + tl.minimum(ahead, inputs - 1)[None, :]],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
         gdc_wait()
         gdc_launch_dependents()
     given = rows + row.to(tl.int64)[:, None] * row_stride
