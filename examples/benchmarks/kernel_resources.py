@@ -194,7 +194,6 @@ def expert_resources(target: str, plan: routed_experts.Plan, rows: int, *, first
     """Compiles one launch of the experts of Gemma-4-26B-A4B in BF16: gate and up projection, or the down projection."""
     kernel: Any = routed_experts._experts_product
     columns, depth = (704, 2816) if first else (2816, 704)
-    tiled = plan.tiled and target in TILED
     constants: dict[str, Any] = {
         "PROGRAMS": triton.cdiv(columns, plan.columns),
         "BLOCKS": 2,
@@ -209,12 +208,9 @@ def expert_resources(target: str, plan: routed_experts.Plan, rows: int, *, first
         "COLUMNS": plan.columns,
         "STEP": plan.step,
         "CHUNK": rows,
-        "LINES": 64 if plan.ahead and target in TILED and not first else 0,
         "LATE": target in TILED,
-        **({} if tiled else {"tiles": None}),
     }
     types: dict[str, Any] = dict.fromkeys(("source", "weights", "target"), "*bf16") | {"ids": "*i64"}
-    types |= {"tiles": f"tensordesc<bf16[1, {plan.columns}, {plan.step}]>"} if tiled else {}
     compiled = triton.compile(
         ASTSource(kernel, *_described(kernel.arg_names, types, constants)),
         target=TARGETS[target],
