@@ -4,7 +4,8 @@ Two launches stream weights: gate and up projection with the activation, then th
 experts of a row in their order. A program of the first two takes one expert and some columns of its result. Every
 program finds its expert by itself, as the n-th of those that were chosen, and its rows by counting. So programs of one
 expert stand side by side, and programs that are left over end the grid. The first launch waits for the ids of the
-experts, so the second finds its experts, and may ask for its weights, before the first has ended.
+experts, so the second finds its experts before the first has ended. Fetching weights with the copy engine, and asking
+for those of the second launch while the first still runs, gained nothing.
 
 The layout of the arguments is that of `specdec.ops.routed_experts`, which checks them.
 """
@@ -16,7 +17,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from specdec_kernels import interpreted
 from specdec_kernels._gate import gated
@@ -31,9 +31,6 @@ ADDED = 256
 FEW, MANY = 16, 32
 """Rows of an expert that pass by its weights at a time: the least that a tensor core takes, and the most."""
 
-LINE = 128
-"""Bytes that are fetched ahead at a time."""
-
 
 class Plan(NamedTuple):
     """How a launch cuts its work."""
@@ -42,12 +39,10 @@ class Plan(NamedTuple):
     step: int  # numbers of a row of weights that pass by at a time
     warps: int
     stages: int
-    tiled: bool = False  # whether the copy engine fetches weights
-    ahead: bool = False  # whether weights are asked for before the launch before has ended
 
 
 UP = Plan(32, 128, 4, 4)
-DOWN = Plan(64, 64, 4, 5)
+DOWN = Plan(64, 128, 4, 4)
 
 
 def refusal(call: Any) -> str:
@@ -104,7 +99,6 @@ def launch(call: Any, up: Plan = UP, down: Plan = DOWN) -> Tensor:
                 source.stride(0),
                 ids,
                 weight,
-                TensorDescriptor.from_tensor(weight, [1, plan.columns, step]) if plan.tiled else None,
                 weight.stride(0),
                 weight.stride(1),
                 target,
@@ -122,7 +116,6 @@ def launch(call: Any, up: Plan = UP, down: Plan = DOWN) -> Tensor:
                 COLUMNS=plan.columns,
                 STEP=step,
                 CHUNK=FEW if tokens <= FEW else MANY,
-                LINES=LINE // weight.element_size() if plan.ahead and not first and not interpreted() else 0,
                 LATE=pdl(device),
                 num_warps=plan.warps,
                 num_stages=_stages(
@@ -155,7 +148,6 @@ def _experts_product(
     source_stride,
     ids,
     weights,
-    tiles,
     expert_stride,
     column_stride,
     target,
@@ -173,7 +165,6 @@ def _experts_product(
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
-    LINES: tl.constexpr,
     LATE: tl.constexpr,
 ):
     FIRST: tl.constexpr = ACTIVATION != ""
@@ -193,10 +184,6 @@ def _experts_product(
     before = tl.cumsum((counts > 0).to(tl.int32), 0)
     expert = tl.sum((before <= place // PROGRAMS).to(tl.int32), 0)
     count = tl.sum(tl.where(tl.arange(0, BINS) == expert, counts, 0), 0)
-    weights += expert.to(tl.int64) * expert_stride
-    if LINES > 0:  # noqa: SIM102 - nothing is compiled without
-        if first < count:
-            _ask(weights, column_stride, column, WIDTH, DEPTH, COLUMNS, LINES)
     if LATE and not FIRST:
         gdc_wait()
     if first < count:
@@ -215,12 +202,10 @@ def _experts_product(
         _block(
             source,
             source_stride,
-            weights,
-            tiles,
+            weights + expert.to(tl.int64) * expert_stride,
             column_stride,
             target,
             pair,
-            expert,
             column,
             CHOICES if FIRST else 1,
             WIDTH,
@@ -245,11 +230,9 @@ def _block(
     source,
     source_stride,
     weights,
-    tiles,
     column_stride,
     target,
     pair,
-    expert,
     first_column,
     SHARED: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -271,47 +254,17 @@ def _block(
     for start in range(0, DEPTH, STEP):
         inner = start + tl.arange(0, STEP)
         some = tl.load(row[:, None] + inner[None, :], mask=real[:, None] & (inner < DEPTH)[None, :], other=0.0)
-        if tiles is None:
-            taken = inside[:, None] & (inner < DEPTH)[None, :]
-            tile = tl.load(line[:, None] + inner[None, :], mask=taken, other=0.0)
-        else:
-            tile = tiles.load([expert, first_column, start]).reshape(COLUMNS, STEP)
+        taken = inside[:, None] & (inner < DEPTH)[None, :]
+        tile = tl.load(line[:, None] + inner[None, :], mask=taken, other=0.0)
         total = tl.dot(some, tile.T, total, input_precision="ieee")
         if ACTIVATION != "":
-            if tiles is None:
-                tile = tl.load(line[:, None] + (WIDTH * column_stride + inner)[None, :], mask=taken, other=0.0)
-            else:
-                tile = tiles.load([expert, WIDTH + first_column, start]).reshape(COLUMNS, STEP)
+            tile = tl.load(line[:, None] + (WIDTH * column_stride + inner)[None, :], mask=taken, other=0.0)
             second = tl.dot(some, tile.T, second, input_precision="ieee")
     kind = target.dtype.element_ty
     if ACTIVATION != "":
         total = gated(total, second, kind, ACTIVATION)
     place = target + pair[:, None] * WIDTH + column[None, :]
     tl.store(place, total.to(kind), mask=real[:, None] & inside[None, :])
-
-
-@triton.jit
-def _ask(
-    weights,
-    column_stride,
-    first_column,
-    WIDTH: tl.constexpr,
-    DEPTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    LINES: tl.constexpr,
-):
-    """Asks for a program's weights, so that they are in L2 when they are read; what lies outside is asked for twice."""
-    COUNT: tl.constexpr = triton.cdiv(DEPTH, LINES)
-    column = tl.minimum(first_column + tl.arange(0, COLUMNS), WIDTH - 1)
-    part = tl.minimum(tl.arange(0, triton.next_power_of_2(COUNT)), COUNT - 1) * LINES
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [weights + column.to(tl.int64)[:, None] * column_stride + part[None, :]],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from specdec import ops
 from specdec.ops._attention_plan import AttentionPlan, Device, make_plan
-from specdec_kernels import gated_delta_tree, routed_experts, tree_attention
+from specdec_kernels import gated_delta_tree, routed_experts, skinny_linear, tree_attention
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -57,6 +57,13 @@ EXPERTS = {
 }
 """Launches of the experts, for up to so many rows of one expert."""
 
+SKINNY = {
+    f"{name}.rows{rows}": (outputs, gate, rows)
+    for name, outputs, gate in (("linear", 4096, ""), ("gated", 28_672, "silu"))
+    for rows in (16, 64)
+}
+"""Products with 4,096 inputs of each row: outputs, activation, rows. The first are split, and added to something."""
+
 BF16 = ("bf16", "bf16")
 SIZES = {"bf16": 2, "int8": 1, "int4": 0.5, "nvfp4": 0.5}
 CODES = {"bf16": "bf16", "int8": "i8", "int4": "u8", "nvfp4": "u8"}
@@ -77,6 +84,7 @@ PLAIN = {
     "length_batch",
     "kept",
     "tokens",
+    "count",
 }
 """Numbers of which the compiler knows nothing."""
 
@@ -113,6 +121,12 @@ def main() -> None:
         found = expert_resources(target, plan, rows, first=name.startswith("up"))
         print(f"{target:8}{f'experts.{name}':26}{found}", flush=True)
         figures |= described(target, f"experts.{name}", found)
+    for target, (name, product) in itertools.product(
+        arguments.target or TARGETS, () if arguments.shape else SKINNY.items()
+    ):
+        found = skinny_resources(target, *product)
+        print(f"{target:8}{name:26}{found}", flush=True)
+        figures |= described(target, name, found)
     if not arguments.target and not arguments.shape:
         report.write(
             "kernel-resources",
@@ -194,7 +208,6 @@ def expert_resources(target: str, plan: routed_experts.Plan, rows: int, *, first
     """Compiles one launch of the experts of Gemma-4-26B-A4B in BF16: gate and up projection, or the down projection."""
     kernel: Any = routed_experts._experts_product
     columns, depth = (704, 2816) if first else (2816, 704)
-    tiled = plan.tiled and target in TILED
     constants: dict[str, Any] = {
         "PROGRAMS": triton.cdiv(columns, plan.columns),
         "BLOCKS": 2,
@@ -209,12 +222,9 @@ def expert_resources(target: str, plan: routed_experts.Plan, rows: int, *, first
         "COLUMNS": plan.columns,
         "STEP": plan.step,
         "CHUNK": rows,
-        "LINES": 64 if plan.ahead and target in TILED and not first else 0,
         "LATE": target in TILED,
-        **({} if tiled else {"tiles": None}),
     }
     types: dict[str, Any] = dict.fromkeys(("source", "weights", "target"), "*bf16") | {"ids": "*i64"}
-    types |= {"tiles": f"tensordesc<bf16[1, {plan.columns}, {plan.step}]>"} if tiled else {}
     compiled = triton.compile(
         ASTSource(kernel, *_described(kernel.arg_names, types, constants)),
         target=TARGETS[target],
@@ -222,6 +232,34 @@ def expert_resources(target: str, plan: routed_experts.Plan, rows: int, *, first
             "num_warps": plan.warps,
             "num_stages": routed_experts._stages(plan, rows, first, 2, SHARED_LIMIT[target] * 1024),
         },
+    )
+    return taken(target, compiled)
+
+
+def skinny_resources(target: str, outputs: int, gate: str, rows: int) -> Resources:
+    """Compiles the product of few rows in BF16."""
+    kernel: Any = skinny_linear._skinny_product
+    plan = skinny_linear.make_plan(rows, outputs, 4096, multiprocessors=132, shared_memory=SHARED_LIMIT[target] * 1024)
+    split = plan.splits > 1
+    constants: dict[str, Any] = {
+        "bias": None,
+        "GATE": gate,
+        "TILE": skinny_linear.TILE,
+        "BLOCK": plan.block,
+        "STEP": skinny_linear.STEP,
+        "EVEN": True,
+        "SPLITS": plan.splits,
+        "AHEAD": skinny_linear.AHEAD,
+        "LATE": target in TILED,
+        **({"residual": None} if gate else {"residual_column": 1}),
+        **({} if split else {"parts": None, "counters": None}),
+    }
+    types: dict[str, Any] = dict.fromkeys(("rows", "weight", "residual", "output"), "*bf16")
+    types |= {"parts": "*fp32", "counters": "*i32"} if split else {}
+    compiled = triton.compile(
+        ASTSource(kernel, *_described(kernel.arg_names, types, constants)),
+        target=TARGETS[target],
+        options={"num_warps": skinny_linear.WARPS, "num_stages": plan.stages},
     )
     return taken(target, compiled)
 
@@ -317,7 +355,7 @@ def _described(
         signature[name] = "constexpr" if name in constants else types.get(name, "i32")
         if name in constants:
             values[(index,)] = constants[name]
-        elif name not in PLAIN:
+        elif name not in PLAIN or signature[name] != "i32":
             describe((index,), signature[name])
     return signature, values, attributes
 

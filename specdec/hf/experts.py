@@ -15,8 +15,8 @@ from specdec import ops
 from specdec.hf.skinny import GATES
 
 OPERATOR = "specdec::routed_experts"
-MOST_ROWS = 256
-"""Rows up to which the op runs; more make products that are large enough for others."""
+MOST_ROWS = 128
+"""Rows up to which the op runs; more are left to the module."""
 
 FLAGS = {
     "has_gate": True,

@@ -78,15 +78,15 @@ def mlp(module: nn.Module) -> SkinnyMLP | None:
     """What stands in a twin for a gated MLP; None if the module is something else."""
     if set(module._modules) != set(MLP) or module._parameters or module._buffers:
         return None
-    gate, up, down, act = (module._modules[name] for name in MLP)
-    activation = GATES.get(type(act))
-    linears: list[Any] = [gate, up, down]
+    parts: list[Any] = [module._modules[name] for name in MLP]
+    gate, up, down, act = parts
+    linears, activation = [gate, up, down], GATES.get(type(act))
     if activation is None or not all(type(each) is nn.Linear and serves(each.weight) for each in linears):
         return None
-    alike = gate.weight.shape == up.weight.shape and (gate.bias is None) == (up.bias is None)  # type: ignore[union-attr]
-    if not alike or linears[0].out_features % GATE_BLOCK:
+    alike = gate.weight.shape == up.weight.shape and (gate.bias is None) == (up.bias is None)
+    if not alike or gate.out_features % GATE_BLOCK:
         return None
-    return SkinnyMLP(*linears, activation) if _computes(module, linears, activation) else None
+    return SkinnyMLP(gate, up, down, activation) if _computes(module, linears, activation) else None
 
 
 @torch.no_grad()

@@ -90,9 +90,7 @@ def skinny_linear(
     return found
 
 
-def interleave_gate(
-    gate: Float[Tensor, "outputs inputs"], up: Float[Tensor, "outputs inputs"]
-) -> Float[Tensor, "both inputs"]:
+def interleave_gate(gate: Float[Tensor, "outputs ..."], up: Float[Tensor, "outputs ..."]) -> Float[Tensor, "both ..."]:
     """Weights of a gate and of its partner as `skinny_linear` reads them: 32 rows of the one, 32 of the other.
 
     Args:
