@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec import ops
+from specdec.hf.trial import tried
 from specdec.ops.rms_norm import norm
 from specdec.ops.skinny_linear import MOST_ROWS
 
@@ -43,7 +44,6 @@ class SkinnyNorm(nn.Module):
         return found
 
 
-@torch.no_grad()
 def replaced(module: nn.Module) -> SkinnyNorm | None:
     """What stands in a twin for a norm; None if the module is something else, or its kernel does not run there."""
     weights = dict(module.named_parameters())
@@ -51,24 +51,20 @@ def replaced(module: nn.Module) -> SkinnyNorm | None:
     eps = next((getattr(module, name) for name in EPSILONS if isinstance(getattr(module, name, None), float)), None)
     if set(weights) != {"weight"} or module._buffers or weight is None or eps is None or not serves(weight):
         return None
-    source = torch.Generator(weight.device).manual_seed(0)
-    given = torch.randn(8, weight.shape[0], dtype=weight.dtype, device=weight.device, generator=source)
-    try:
-        expected = module(given)
-    except (TypeError, ValueError, RuntimeError, IndexError):  # it asks for other arguments or shapes
+    trial = tried(module, weight)
+    if trial is None:
         return None
+    given, expected = trial
     wide = weight.detach().float()
     scales = (weight.detach(), wide, 1.0 + wide)
     return next((SkinnyNorm(scale, eps) for scale in scales if _same(norm(given, scale, eps, None), expected)), None)
 
 
-def _same(found: Tensor, expected: object) -> bool:
-    """Whether two results are one. Ways to write a root differ in its last bit, and so, rarely, does what is rounded."""
-    alike = isinstance(expected, Tensor) and expected.shape == found.shape and expected.dtype == found.dtype
-    if not isinstance(expected, Tensor) or not alike:
-        return False
-    same = (found == expected).double().mean() > 0.999
-    return bool(same) and torch.allclose(found, expected, rtol=2.0**-7)
+def _same(found: Tensor, expected: Tensor) -> bool:
+    """Whether two results are one. Ways to write a root differ in its last bit, so rarely in what is rounded."""
+    alike = expected.shape == found.shape and expected.dtype == found.dtype
+    same = alike and bool((found == expected).double().mean() > 0.999)
+    return same and torch.allclose(found, expected, rtol=2.0**-7)
 
 
 def serves(weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import GELUTanh, SiLUActivation
 
 from specdec import ops
+from specdec.hf.trial import tried
 from specdec.ops import _gate
 from specdec.ops.skinny_linear import GATE_BLOCK, MOST_ROWS, TILE, linear
 
@@ -20,7 +21,8 @@ OPERATOR = "specdec::skinny_linear"
 GATES: dict[type[nn.Module], ops.GateActivation] = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
 """Activations of gates, by the modules that apply them."""
 
-MLP = ("gate_proj", "up_proj", "down_proj", "act_fn")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+"""Names of the layers of a gated MLP; a module `act_fn` may stand beside them."""
 
 
 def serves(weight: Tensor) -> bool:
@@ -76,33 +78,24 @@ class SkinnyMLP(nn.Module):
 
 def mlp(module: nn.Module) -> SkinnyMLP | None:
     """What stands in a twin for a gated MLP; None if the module is something else."""
-    if set(module._modules) != set(MLP) or module._parameters or module._buffers:
+    named = dict(module.named_children())
+    act = named.pop("act_fn", None)
+    if set(named) != set(PROJECTIONS) or module._parameters or module._buffers:
         return None
-    parts: list[Any] = [module._modules[name] for name in MLP]
-    gate, up, down, act = parts
-    linears, activation = [gate, up, down], GATES.get(type(act))
-    if activation is None or not all(type(each) is nn.Linear and serves(each.weight) for each in linears):
+    linears: list[Any] = [named[name] for name in PROJECTIONS]
+    gate, up, down = linears
+    if not all(type(each) is nn.Linear and serves(each.weight) for each in linears):
         return None
     alike = gate.weight.shape == up.weight.shape and (gate.bias is None) == (up.bias is None)
-    if not alike or gate.out_features % GATE_BLOCK:
+    known = {activation for kind, activation in GATES.items() if act is None or type(act) is kind}
+    found = tried(module, gate.weight) if alike and known and gate.out_features % GATE_BLOCK == 0 else None
+    if found is None:
         return None
-    return SkinnyMLP(gate, up, down, activation) if _computes(module, linears, activation) else None
-
-
-@torch.no_grad()
-def _computes(module: nn.Module, linears: list[nn.Linear], activation: str) -> bool:
-    """Whether a module gives what its three layers give as a gated MLP."""
-    gate, up, down = linears
-    weight = gate.weight
-    source = torch.Generator(weight.device).manual_seed(0)
-    given = torch.randn(2, weight.shape[1], dtype=weight.dtype, device=weight.device, generator=source)
-    try:
-        found = module(given)
-    except (TypeError, ValueError, RuntimeError, IndexError):  # it asks for other arguments or shapes
-        return False
-    opened, partner = (linear(given, each.weight, each.bias) for each in (gate, up))
-    expected = linear(_gate.gated(opened, partner, activation), down.weight, down.bias)
-    return isinstance(found, Tensor) and torch.equal(found, expected)
+    opened, partner = (linear(found[0], each.weight, each.bias) for each in (gate, up))
+    for activation in known:
+        if torch.equal(linear(_gate.gated(opened, partner, activation), down.weight, down.bias), found[1]):
+            return SkinnyMLP(gate, up, down, activation)
+    return None
 
 
 @lru_cache(maxsize=1)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from specdec.drafters._layers import MLP
 from specdec.hf import skinny
 from specdec.hf.merged import Merged, Projection, merged_twin
 from specdec.testing import tiny_model
@@ -109,6 +110,8 @@ def test_an_mlp_is_told_by_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> 
         mlp.__class__ = kind
         assert skinny.mlp(mlp) is None
         assert _skinny(merged_twin(model)[0])["SkinnyMLP"] == 1
+    drafters = MLP(48, 64).double()
+    assert skinny.mlp(drafters) is not None, "it has no module for its activation"
     other = model.model.layers[1].mlp
     other.act_fn = nn.Tanh()
     assert skinny.mlp(other) is None
