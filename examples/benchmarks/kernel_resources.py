@@ -249,7 +249,6 @@ def skinny_resources(target: str, outputs: int, gate: str, rows: int) -> Resourc
         "STEP": skinny_linear.STEP,
         "EVEN": True,
         "SPLITS": plan.splits,
-        "AHEAD": skinny_linear.AHEAD,
         "LATE": target in TILED,
         **({"residual": None} if gate else {"residual_column": 1}),
         **({} if split else {"parts": None, "counters": None}),
