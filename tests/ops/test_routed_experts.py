@@ -16,6 +16,7 @@ from tests.ops.stored_rows import Counted
 from tests.trees.random_trees import caught
 
 kernel = pytest.mark.skipif(not ops.available("routed_experts", "cpu")[0], reason="triton is not installed")
+few = settings(max_examples=settings().max_examples // 3)  # the interpreter takes a second for an example
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -34,6 +35,7 @@ def test_the_reference_is_the_definition(**inputs: Any) -> None:
 
 
 @kernel
+@few
 @given(**CASES)
 def test_the_kernel_is_the_definition(**inputs: Any) -> None:
     law(same, "triton", 1e-5, torch.float32, **inputs)

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 kernel = pytest.mark.skipif(not ops.available("tree_attention", "cpu")[0], reason="triton is not installed")
+few = settings(max_examples=settings().max_examples // 3)  # the interpreter takes a second for an example
 
 
 def close(found: Problem, change: Change, impl: ops.Impl, tolerance: float) -> None:
@@ -72,6 +73,7 @@ def test_wrong_arguments_are_caught(name: str) -> None:
 
 @kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@few
 @given(**cases())
 def test_the_kernel_is_the_definition(dtype: torch.dtype, **inputs: Any) -> None:
     close(problem(**inputs, dtype=dtype), lambda call: call, "triton", ROUNDING[dtype])
