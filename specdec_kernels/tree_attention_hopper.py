@@ -34,6 +34,8 @@ TREE_TILES = gl.constexpr(1)
 
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # before triton 3.7
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_memory = gl.shared_memory_descriptor
+as_other = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 _TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -133,7 +135,7 @@ def _mended(v, NUMBER: gl.constexpr, WARPS: gl.constexpr):
     CHUNKS: gl.constexpr = v.shape[1] // 64  # 128 bytes of all rows lie together
     SHAPE: gl.constexpr = [TILE, 32]
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
-    chunks = v._reinterpret(gl.int32, [CHUNKS, TILE, 32], gl.NVMMASharedLayout.get_default_for(SHAPE, gl.int32))
+    chunks = as_other(v, gl.int32, [CHUNKS, TILE, 32], gl.NVMMASharedLayout.get_default_for(SHAPE, gl.int32))
     most = gl.zeros(SHAPE, gl.int32, WORDS)
     for chunk in range(CHUNKS):
         words = chunks.index(chunk).load(WORDS)
@@ -292,10 +294,10 @@ def _attend(
     share = 1.0 / size
     acc *= gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
     # The queries are of no more use, and each warp has its own rows of them.
-    out = lined._reinterpret(gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
+    out = as_other(lined, gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
     out.store(acc.to(gl.float16))
     fence_async_shared()
-    out = out._reinterpret(gl.float16, part_tiles.block_shape, part_tiles.layout)
+    out = as_other(out, gl.float16, part_tiles.block_shape, part_tiles.layout)
     store_tile(part_tiles, [gl.program_id(1), first, 0, split, column], out)
     place = (gl.program_id(1) * GROUPS + head).to(gl.int64) * rows + row
     place = (place * PORTIONS + portion) * splits + split
