@@ -200,7 +200,7 @@ def _attend(
     NUMBER: gl.constexpr = key_tiles.dtype
     PARTS: gl.constexpr = [BLOCK, VALUE_DIM]
 
-    lined = gl.allocate_shared_memory(NUMBER, query_tiles.block_shape, query_tiles.layout)
+    lined = gl.allocate_shared_memory(NUMBER, [1, 1, BLOCK // ROOM, ROOM, DIM], query_tiles.layout)
     keys = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, TILE, DIM], key_tiles.layout)
     values = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, TILE, VALUE_DIM], value_tiles.layout)
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -220,7 +220,7 @@ def _attend(
     batch, group = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS
     first = gl.program_id(0) // PORTIONS * (BLOCK // ROOM)
     mbarrier.expect(query_full, query_tiles.block_type.nbytes)
-    copy_tile(query_tiles, [batch, first, group * GROUPS, 0], query_full, lined)
+    copy_tile(query_tiles, [batch, first, group * GROUPS, 0], query_full, lined.index(0))
     length = gl.load(lengths + batch.to(gl.int64) * length_batch).to(gl.int32)
     packed = gl.arange(0, BLOCK, ROWS)
     head, row = packed % ROOM, first + packed // ROOM
@@ -248,7 +248,6 @@ def _attend(
     count = gl.where(gl.max(used.to(gl.int32), 0) > 0, count, ahead)
 
     factor = scale * LOG2E
-    queries = lined.reshape([BLOCK, DIM])
     nothing = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
     acc = gl.zeros(PARTS, gl.float32, SUMS)
     p = gl.zeros([BLOCK, TILE], NUMBER, WEIGHTS)
@@ -259,6 +258,7 @@ def _attend(
         # Scores of this step first, so that they are ready while the weights of the last are multiplied. There are none
         # in the first step: what is multiplied then may be anything, and the second does not add to it.
         k = _arrived(keys, key_full, step, TILE, DIM, STAGES)
+        queries = lined.index(_here(0)).reshape([BLOCK, DIM])
         coming = warpgroup_mma(queries, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
         before = gl.maximum(step - 1, 0)
         v = _arrived(values, value_full, before, TILE, VALUE_DIM, STAGES)
@@ -294,7 +294,7 @@ def _attend(
     share = 1.0 / size
     acc *= gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
     # The queries are of no more use, and each warp has its own rows of them.
-    out = as_other(lined, gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
+    out = as_other(lined.index(0), gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
     out.store(acc.to(gl.float16))
     fence_async_shared()
     out = as_other(out, gl.float16, part_tiles.block_shape, part_tiles.layout)
