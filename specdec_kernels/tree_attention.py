@@ -4,7 +4,6 @@ A work item takes a tile of rows (nodes times the heads of a group, packed), one
 run of slots. It keeps an unnormalised sum, the running maximum and the running denominator (flash attention); a second
 kernel adds the runs up. Only the tiles that hold the tree, the first visible slots or the edge of a window test a
 mask. Maxima and logarithms are in base 2 until the end.
-
 The layout of the arguments is that of `specdec.ops.tree_attention`, which checks them.
 """
 
