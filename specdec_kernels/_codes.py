@@ -10,6 +10,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels._tile import read_tile
 
@@ -34,6 +35,11 @@ def groups_of(rows: Any) -> tuple[tuple[Any, ...] | None, tuple[Any, ...]]:
     for each in (scales, others) if integers else (scales,):
         together = math.gcd(together, *each.stride()[:3]) if each.stride(3) == 1 else 1
     return (scales, others, scales.stride(), others.stride()), (group, common & -common, together, integers)
+
+
+def scale_strides(scales: Tensor | None) -> tuple[int, int, int]:
+    """Strides of scales `[batch, heads, slots, 1]`; zeros where there are none."""
+    return (0, 0, 0) if scales is None else scales.stride()[:3]
 
 
 @triton.jit

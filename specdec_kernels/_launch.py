@@ -49,8 +49,8 @@ def specialised(call: Any) -> bool:
     return (
         all(each is None for each in more)
         and query.dtype in (torch.float16, torch.bfloat16)
-        and query.stride(3) == 1
         and call.scale > 0
+        and tiled(query, query.shape[3])
         and tiled(keys, keys.shape[3])
         and tiled(values, values.shape[3])
         and pdl(query.device)

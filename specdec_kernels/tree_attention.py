@@ -4,7 +4,6 @@ A work item takes a tile of rows (nodes times the heads of a group, packed), one
 run of slots. It keeps an unnormalised sum, the running maximum and the running denominator (flash attention); a second
 kernel adds the runs up. Only the tiles that hold the tree, the first visible slots or the edge of a window test a
 mask. Maxima and logarithms are in base 2 until the end.
-
 The layout of the arguments is that of `specdec.ops.tree_attention`, which checks them.
 """
 
@@ -15,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels._codes import columns, groups_of, read_rows
+from specdec_kernels._codes import columns, groups_of, read_rows, scale_strides
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, hopper, launch_late, pdl, specialised, tiled, tiles
-from specdec_kernels._split_sum import LOG2E, combine
+from specdec_kernels._split_sum import FAINTEST, LOG2E, combine, room_for
 from specdec_kernels._tile import ancestors, in_two_bytes, read_scales, tanh
 
 __all__ = ["DTYPES", "launch", "specialised"]
@@ -27,9 +26,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 TREE_TILES = tl.constexpr(2)
 """Tiles by which the run with the tree is shorter, since it takes longer. On an H200, 1, 2 and 4 differ by 2 %."""
-
-FAINTEST = tl.constexpr(2.0**-60)
-"""Smallest size of a part over its denominator to which it is scaled, so that no quotient leaves float32."""
 
 
 def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
@@ -52,16 +48,12 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
     split = plan.splits > 1
-    part_dtype = torch.float32 if query.dtype == torch.float32 else torch.float16
-    parts = query.new_empty((batch, heads, rows, plan.splits, value_dim) if split else (0,), dtype=part_dtype)
-    sums = (2, batch, heads, rows, plan.portions, plan.splits) if split else (2, 0)
-    tops, totals = query.new_empty(sums, dtype=torch.float32)
+    parts, tops, totals = room_for(query, plan, value_dim)
     if plan.specialised:
         hopper().launch(call, plan, parts, tops, totals)
         combine(parts, tops, totals, sinks, output, lse, ordered=False)
         return output, lse
     query_blocks = triton.cdiv(rows * groups, plan.block)
-    page = keys.shape[2] if blocks is not None else 0
     integer = keys.dtype == torch.int8 and query.dtype != torch.float32
     kept = (keys, dim), (values, value_dim // plan.portions), (key_scales, None), (value_scales, None)
     whole = blocks is None and not (key_groups or value_groups) and all(tiled(*each) for each in kept)
@@ -88,8 +80,8 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         *query.stride(),
         *keys.stride(),
         *values.stride(),
-        *_strides(key_scales),
-        *_strides(value_scales),
+        *scale_strides(key_scales),
+        *scale_strides(value_scales),
         *visible.stride(),
         depths.stride(0),
         depths.stride(1),
@@ -113,7 +105,7 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         KEY_GROUP=key_group,
         VALUE_GROUP=value_group,
         WORDS=visible.shape[2],
-        PAGE=page,
+        PAGE=0 if blocks is None else keys.shape[2],
         BLOCK=plan.block,
         TILE=plan.tile,
         SPLIT=split,
@@ -130,10 +122,6 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     if split:
         combine(parts, tops, totals, sinks, output, lse, ordered=plan.split_tiles > 0)
     return output, lse
-
-
-def _strides(scales: Tensor | None) -> tuple[int, int, int]:
-    return (0, 0, 0) if scales is None else scales.stride()[:3]
 
 
 @triton.jit(do_not_specialize=["window", "rows", "pending", "query_blocks", "splits"])

@@ -4,6 +4,9 @@ The same sums as those of `tree_attention`, for what a verify pass mostly is: 16
 window, no padding, no soft cap, and runs that are added up. The copy engine keeps a ring of tiles full; while scores of
 a tile become weights, the tensor cores multiply the weights of the tile before with its values.
 
+A launch finds its code outside the caches of a multiprocessor, and what runs once takes longer to arrive than to run.
+So there is one loop for all tiles, and the copy engine fetches queries and stores parts.
+
 Written in Gluon, which says where each number lies; triton lowers it as it stands.
 """
 
@@ -24,15 +27,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec_kernels._launch import launch_late, pdl
+from specdec_kernels._split_sum import FAINTEST, LOG2E
 
-LOG2E = gl.constexpr(1.4426950408889634)
 TREE_TILES = gl.constexpr(1)
 """Tiles by which the run with the tree is shorter, since it takes longer."""
 
-FAINTEST = gl.constexpr(2.0**-60)
-"""Smallest size of a part over its denominator to which it is scaled, so that no quotient leaves float32."""
-
 copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # before triton 3.7
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_memory = gl.shared_memory_descriptor
+as_other = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
 _TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
@@ -50,25 +53,26 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
     batch, heads, rows, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3] // plan.portions
     groups = heads // kv_heads
-    query_blocks = triton.cdiv(rows * groups, plan.block)
-    _attend[(batch * kv_heads * query_blocks * plan.portions, plan.splits)](
-        query,
-        _tiles(keys, plan.tile, dim),
-        _tiles(values, plan.tile, value_dim),
+    room = triton.next_power_of_2(groups)  # heads of a group that a tile of rows has room for
+    high = plan.block // room
+    sums = parts.view(batch * kv_heads, groups, rows, plan.splits, values.shape[3]).transpose(1, 2)
+    _attend[(triton.cdiv(rows, high) * plan.portions, batch * kv_heads, plan.splits)](
+        _tiles(query.transpose(1, 2), high, room, dim),
+        _tiles(keys, 1, plan.tile, dim),
+        _tiles(values, 1, plan.tile, value_dim),
+        _tiles(sums, high, room, 1, value_dim),
         visible,
         call.lengths,
-        parts,
         tops,
         totals,
-        *query.stride()[:3],
         *visible.stride(),
         call.lengths.stride(0),
         call.scale,
         rows,
         rows if call.depths is None else call.depths.shape[1],
-        query_blocks,
         plan.splits,
         GROUPS=groups,
+        ROOM=room,
         KV_HEADS=kv_heads,
         DIM=dim,
         VALUE_DIM=value_dim,
@@ -84,10 +88,12 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
     )
 
 
-def _tiles(rows: Tensor, tile: int, width: int) -> TensorDescriptor:
-    """Tiles of `tile` slots of one head."""
-    block = [1, 1, tile, width]
-    return TensorDescriptor.from_tensor(rows, block, gl.NVMMASharedLayout.get_default_for(block, _TYPES[rows.dtype]))
+def _tiles(source: Tensor, *sizes: int) -> TensorDescriptor:
+    """Tiles of so many numbers in each dimension but the first, of which they have one."""
+    block = [1, *sizes]
+    return TensorDescriptor.from_tensor(
+        source, block, gl.NVMMASharedLayout.get_default_for(block, _TYPES[source.dtype])
+    )
 
 
 @gluon.jit
@@ -109,8 +115,8 @@ def _arrived(ring, full, step, TILE: gl.constexpr, WIDTH: gl.constexpr, STAGES: 
 
 
 @gluon.jit
-def _sees(masks, word_stride, offset, used, exists, WORDS: gl.constexpr, TILE: gl.constexpr, SCORES: gl.constexpr):
-    """Which slots of a tile, the first of them `offset` behind the committed ones, each row sees."""
+def _window(masks, word_stride, offset, used, exists, WORDS: gl.constexpr):
+    """For each row, a bit for each slot of a tile that it sees; the first is `offset` behind the committed ones."""
     committed = gl.minimum(gl.maximum(-offset, 0), 63)
     bits = gl.where(used, (gl.full([], 1, gl.uint64) << committed.to(gl.uint64)) - 1, 0)
     for word in gl.static_range(WORDS):
@@ -118,23 +124,32 @@ def _sees(masks, word_stride, offset, used, exists, WORDS: gl.constexpr, TILE: g
         mask = gl.load(masks + word * word_stride, mask=exists, other=0).to(gl.uint64)
         mask = (mask << gl.maximum(up, 0).to(gl.uint64)) >> gl.maximum(-up, 0).to(gl.uint64)
         bits |= gl.where((up > -64) & (up < 64), mask, 0)
-    slot = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))[None, :]
-    low, high = (bits & 0xFFFFFFFF).to(gl.uint32)[:, None], (bits >> 32).to(gl.uint32)[:, None]
-    return (gl.where(slot < 32, low, high) >> (slot & 31).to(gl.uint32)) & 1 != 0
+    return bits
 
 
 @gluon.jit
-def _mended(v, NUMBER: gl.constexpr, WORDS: gl.constexpr, SCORES: gl.constexpr):
-    """Which rows of a tile of values hold a number that is not finite; they become zeros."""
+def _mended(v, NUMBER: gl.constexpr, WARPS: gl.constexpr):
+    """A bit for each row of a tile of values that holds a number that is not finite; such rows become zeros."""
     ONES: gl.constexpr = 0x7FFF >> NUMBER.fp_mantissa_width << NUMBER.fp_mantissa_width  # the exponent of such a number
-    SHAPE: gl.constexpr = [v.shape[0], v.shape[1] // 2]
-    pairs = v._reinterpret(gl.int32, SHAPE, gl.NVMMASharedLayout.get_default_for(SHAPE, gl.int32))
-    words = pairs.load(WORDS)
-    broken = gl.max(gl.maximum(words & (ONES << 16), (words & ONES) << 16), 1) == ONES << 16
+    TILE: gl.constexpr = v.shape[0]
+    CHUNKS: gl.constexpr = v.shape[1] // 64  # 128 bytes of all rows lie together
+    SHAPE: gl.constexpr = [TILE, 32]
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [WARPS, 1], [1, 0])
+    chunks = as_other(v, gl.int32, [CHUNKS, TILE, 32], gl.NVMMASharedLayout.get_default_for(SHAPE, gl.int32))
+    most = gl.zeros(SHAPE, gl.int32, WORDS)
+    for chunk in range(CHUNKS):
+        words = chunks.index(chunk).load(WORDS)
+        most = gl.maximum(most, gl.maximum(words & (ONES << 16), (words & ONES) << 16))
+    broken = gl.max(most, 1) == ONES << 16
+    bits = gl.full([], 0, gl.uint64)
     if gl.max(broken.to(gl.int32), 0) > 0:
-        pairs.store(gl.where(broken[:, None], 0, words))
+        for chunk in range(CHUNKS):
+            words = chunks.index(chunk).load(WORDS)
+            chunks.index(chunk).store(gl.where(broken[:, None], 0, words))
         fence_async_shared()
-    return gl.convert_layout(broken.to(gl.int32), gl.SliceLayout(0, SCORES)) > 0
+        row = gl.arange(0, TILE, gl.SliceLayout(1, WORDS))
+        bits = gl.sum(broken.to(gl.uint64) << row.to(gl.uint64), 0)
+    return bits
 
 
 @gluon.jit
@@ -147,19 +162,16 @@ def _weigh(scores, factor, top, total):
     return weights, new_top, total * fade + gl.sum(weights, 1), fade
 
 
-@gluon.jit(do_not_specialize=["rows", "pending", "query_blocks", "splits"])
+@gluon.jit(do_not_specialize=["rows", "pending", "splits"])
 def _attend(
-    query,
+    query_tiles,
     key_tiles,
     value_tiles,
+    part_tiles,
     visible,
     lengths,
-    parts,
     tops,
     totals,
-    query_batch,
-    query_head,
-    query_row,
     visible_batch,
     visible_row,
     visible_word,
@@ -167,9 +179,9 @@ def _attend(
     scale,
     rows,
     pending,
-    query_blocks,
     splits,
     GROUPS: gl.constexpr,
+    ROOM: gl.constexpr,
     KV_HEADS: gl.constexpr,
     DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr,
@@ -181,140 +193,122 @@ def _attend(
     LATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    if LATE:
-        _griddep("griddepcontrol.wait;")
-        _griddep("griddepcontrol.launch_dependents;")
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VALUE_DIM if VALUE_DIM < 256 else 256, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
-    LANES: gl.constexpr = DIM // 8 if DIM < 256 else 32
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])
-    VALUE_LANES: gl.constexpr = VALUE_DIM // 8 if VALUE_DIM < 256 else 32
-    VALUE_LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // VALUE_LANES, VALUE_LANES], [WARPS, 1], [1, 0])
-    LONG: gl.constexpr = TILE if TILE < 32 else 32  # threads of a warp along the slots
-    EACH: gl.constexpr = TILE * VALUE_DIM // (64 * WARPS)
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, EACH], [LONG, 32 // LONG], [TILE // LONG, WARPS * LONG // TILE], [1, 0])
-    NUMBER: gl.constexpr = query.dtype.element_ty
+    ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    NUMBER: gl.constexpr = key_tiles.dtype
+    PARTS: gl.constexpr = [BLOCK, VALUE_DIM]
 
-    item, split = gl.program_id(0) // PORTIONS, gl.program_id(1)
-    portion = gl.program_id(0) % PORTIONS
-    group = (item // query_blocks) % KV_HEADS
-    batch = item // query_blocks // KV_HEADS
-    first = (item % query_blocks) * BLOCK
-    packed = first + gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
-    exists = packed // GROUPS < rows
-    row = gl.where(exists, packed // GROUPS, 0)
-    masks = visible + batch.to(gl.int64) * visible_batch + row.to(gl.int64) * visible_row
-    length = gl.load(lengths + batch.to(gl.int64) * length_batch).to(gl.int32)
-    bits = gl.load(masks, mask=exists, other=0)
-    if WORDS > 1:
-        for word in gl.static_range(1, WORDS):
-            bits |= gl.load(masks + word * visible_word, mask=exists, other=0)
-    used = bits != 0
-
-    # The run of tiles of this work item; the tree comes last and takes the time of several tiles.
-    last_tile = gl.cdiv(length + pending, TILE)
-    run = gl.cdiv(last_tile + TREE_TILES, splits)
-    begin = split * run
-    count = gl.maximum(gl.minimum(run, last_tile - begin), 0)
-    count = gl.where(gl.max(used.to(gl.int32), 0) > 0, count, 0)
-    plain = gl.minimum(gl.maximum(length // TILE - begin, 0), count)  # tiles of committed slots alone
-
+    lined = gl.allocate_shared_memory(NUMBER, [1, 1, BLOCK // ROOM, ROOM, DIM], query_tiles.layout)
     keys = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, TILE, DIM], key_tiles.layout)
     values = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, TILE, VALUE_DIM], value_tiles.layout)
+    query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(query_full, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(key_full.index(stage), count=1)
         mbarrier.init(value_full.index(stage), count=1)
     fence_async_shared()
-    column = portion * VALUE_DIM
-    for stage in gl.static_range(STAGES):
-        _fetch(key_tiles, keys, key_full, batch, group, begin, 0, stage, count, TILE, STAGES)
-        _fetch(value_tiles, values, value_full, batch, group, begin, column, stage, count, TILE, STAGES)
+    if LATE:
+        _griddep("griddepcontrol.wait;")
+        _griddep("griddepcontrol.launch_dependents;")
 
-    line = first + gl.arange(0, BLOCK, gl.SliceLayout(1, LINES))
-    inside = line // GROUPS < rows
-    lines = query + batch.to(gl.int64) * query_batch + (group * GROUPS + line % GROUPS).to(gl.int64) * query_head
-    lines += gl.where(inside, line // GROUPS, 0).to(gl.int64) * query_row
-    q = gl.load(lines[:, None] + gl.arange(0, DIM, gl.SliceLayout(0, LINES))[None, :], mask=inside[:, None], other=0.0)
-    queries = gl.allocate_shared_memory(
-        NUMBER, [BLOCK, DIM], gl.NVMMASharedLayout.get_default_for([BLOCK, DIM], NUMBER), q
-    )
-    fence_async_shared()
+    # What reads the same slots runs next to each other, so that the second finds them in L2.
+    portion, split = gl.program_id(0) % PORTIONS, gl.program_id(2)
+    batch, group = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS
+    first = gl.program_id(0) // PORTIONS * (BLOCK // ROOM)
+    mbarrier.expect(query_full, query_tiles.block_type.nbytes)
+    copy_tile(query_tiles, [batch, first, group * GROUPS, 0], query_full, lined.index(0))
+    length = gl.load(lengths + batch.to(gl.int64) * length_batch).to(gl.int32)
+    packed = gl.arange(0, BLOCK, ROWS)
+    head, row = packed % ROOM, first + packed // ROOM
+    exists = (row < rows) & (head < GROUPS)
+    row = gl.where(exists, row, 0)
+    masks = visible + batch.to(gl.int64) * visible_batch + row.to(gl.int64) * visible_row
+    bits = gl.load(masks, mask=exists, other=0)
+    if WORDS > 1:
+        for word in gl.static_range(1, WORDS):
+            bits |= gl.load(masks + word * visible_word, mask=exists, other=0)
+
+    # The run of tiles of this work item; the tree comes last and takes longer. If none is left, one that no row sees.
+    last_tile = gl.cdiv(length + pending, TILE)
+    run = gl.cdiv(last_tile + TREE_TILES, splits)
+    begin = split * run
+    count = gl.maximum(gl.minimum(run, last_tile - begin), 1)
+    plain = length // TILE - begin  # tiles of committed slots alone
+    ahead = gl.minimum(count, STAGES)
+    column = portion * VALUE_DIM
+    for step in range(ahead):
+        _fetch(key_tiles, keys, key_full, batch, group, begin, 0, step, count, TILE, STAGES)
+        _fetch(value_tiles, values, value_full, batch, group, begin, column, step, count, TILE, STAGES)
+    # Without a node, no more than what is already on its way.
+    used = bits != 0
+    count = gl.where(gl.max(used.to(gl.int32), 0) > 0, count, ahead)
 
     factor = scale * LOG2E
     nothing = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
-    acc = gl.zeros([BLOCK, VALUE_DIM], gl.float32, SUMS)
-    top = gl.full([BLOCK], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    total = gl.zeros([BLOCK], gl.float32, gl.SliceLayout(1, SCORES))
-    if plain > 0:
-        k = _arrived(keys, key_full, 0, TILE, DIM, STAGES)
-        scores = warpgroup_mma(queries, k.permute([1, 0]), nothing, use_acc=False)
-        _fetch(key_tiles, keys, key_full, batch, group, begin, 0, STAGES, count, TILE, STAGES)
-        weights, top, total, fade = _weigh(scores, factor, top, total)
-        p = gl.convert_layout(weights.to(NUMBER), WEIGHTS)
-        for step in range(1, plain):
-            # Scores of this step first, so that they are ready while the weights of the last are multiplied.
-            k = _arrived(keys, key_full, step, TILE, DIM, STAGES)
-            coming = warpgroup_mma(queries, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
-            v = _arrived(values, value_full, step - 1, TILE, VALUE_DIM, STAGES)
-            growing = warpgroup_mma(p, v, acc, is_async=True)
-            scores = warpgroup_mma_wait(num_outstanding=1, deps=(coming,))
-            _fetch(key_tiles, keys, key_full, batch, group, begin, 0, step + STAGES, count, TILE, STAGES)
-            weights, top, total, fade = _weigh(scores, factor, top, total)
-            # They are there; the branch keeps the assembler from moving the weights behind the products.
-            _arrived(values, value_full, step - 1, TILE, VALUE_DIM, STAGES)
-            acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(growing, p))
-            before = step - 1 + STAGES
-            _fetch(value_tiles, values, value_full, batch, group, begin, column, before, count, TILE, STAGES)
-            acc *= gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
-            p = gl.convert_layout(weights.to(NUMBER), WEIGHTS)
-        v = _arrived(values, value_full, plain - 1, TILE, VALUE_DIM, STAGES)
-        acc = warpgroup_mma(p, v, acc)
-        before = plain - 1 + STAGES
-        _fetch(value_tiles, values, value_full, batch, group, begin, column, before, count, TILE, STAGES)
-
-    for step in range(plain, count):
-        # The tiles with the tree. A value that is not finite reaches the nodes that see it, and no other by 0 x NaN.
-        v = _arrived(values, value_full, step, TILE, VALUE_DIM, STAGES)
-        broken = _mended(v, NUMBER, PAIRS, SCORES)
+    acc = gl.zeros(PARTS, gl.float32, SUMS)
+    p = gl.zeros([BLOCK, TILE], NUMBER, WEIGHTS)
+    top = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
+    total = gl.zeros([BLOCK], gl.float32, ROWS)
+    mbarrier.wait(query_full, 0)
+    for step in range(count):
+        # Scores of this step first, so that they are ready while the weights of the last are multiplied. There are none
+        # in the first step: what is multiplied then may be anything, and the second does not add to it.
         k = _arrived(keys, key_full, step, TILE, DIM, STAGES)
-        scores = warpgroup_mma(queries, k.permute([1, 0]), nothing, use_acc=False)
-        seen = _sees(masks, visible_word, (begin + step) * TILE - length, used, exists, WORDS, TILE, SCORES)
-        reached = gl.max((seen & broken[None, :]).to(gl.int32), 1) > 0
-        total = gl.where(reached, float("nan"), total)
-        weights, top, total, fade = _weigh(gl.where(seen, scores, float("-inf")), factor, top, total)
-        acc *= gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
-        acc = warpgroup_mma(gl.convert_layout(weights.to(NUMBER), WEIGHTS), v, acc)
+        queries = lined.index(_here(0)).reshape([BLOCK, DIM])
+        coming = warpgroup_mma(queries, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        before = gl.maximum(step - 1, 0)
+        v = _arrived(values, value_full, before, TILE, VALUE_DIM, STAGES)
+        growing = warpgroup_mma(p, v, acc, use_acc=step > 1, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=(coming,))
         _fetch(key_tiles, keys, key_full, batch, group, begin, 0, step + STAGES, count, TILE, STAGES)
-        _fetch(value_tiles, values, value_full, batch, group, begin, column, step + STAGES, count, TILE, STAGES)
+        if step >= plain:
+            # A tile with the tree. A value that is not finite reaches the nodes that see it, and no other by 0 x NaN.
+            broken = _mended(_arrived(values, value_full, step, TILE, VALUE_DIM, STAGES), NUMBER, WARPS)
+            seen = _window(masks, visible_word, (begin + step) * TILE - length, used, exists, WORDS)
+            total = gl.where((seen & broken) != 0, float("nan"), total)
+            slot = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))[None, :]
+            low, high = (seen & 0xFFFFFFFF).to(gl.uint32)[:, None], (seen >> 32).to(gl.uint32)[:, None]
+            seen = (gl.where(slot < 32, low, high) >> ((slot & 31) + _here(0)).to(gl.uint32)) & 1 != 0
+            scores = gl.where(seen, scores, float("-inf"))
+        weights, top, total, fade = _weigh(scores, factor, top, total)
+        # They are there; the branch keeps the assembler from moving the weights behind the products.
+        _arrived(values, value_full, before, TILE, VALUE_DIM, STAGES)
+        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(growing, p))
+        if step > 0:
+            free = before + STAGES
+            _fetch(value_tiles, values, value_full, batch, group, begin, column, free, count, TILE, STAGES)
+        acc *= gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
+        p = gl.convert_layout(weights.to(NUMBER), WEIGHTS)
+    v = _arrived(values, value_full, count - 1, TILE, VALUE_DIM, STAGES)
+    acc = warpgroup_mma(p, v, acc, use_acc=count > 1)
 
     # Half the bytes: relative to the largest number of the row, which moves into the maximum.
-    top = gl.where(used, top, float("-inf"))
+    size = gl.convert_layout(gl.max(gl.abs(acc), 1), ROWS)
     total = gl.where(used, total, 0.0)
-    size = gl.convert_layout(gl.max(gl.abs(acc), 1), gl.SliceLayout(1, SCORES))
     size = gl.maximum(size, total * FAINTEST)
     size = gl.where(size > 0, size, 1.0)
     share = 1.0 / size
-    heads = KV_HEADS * GROUPS
-    place = (batch.to(gl.int64) * heads + group * GROUPS + packed % GROUPS) * rows + row
-    places = (place * PORTIONS + portion) * splits + split
-    gl.store(tops + places, top + gl.log2(size), mask=exists)
-    gl.store(totals + places, total * share, mask=exists)
     acc *= gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
-    out = gl.convert_layout(acc.to(gl.float16), VALUE_LINES)
-    line = _again(first) + gl.arange(0, BLOCK, gl.SliceLayout(1, VALUE_LINES))
-    inside = line // GROUPS < rows
-    place = (batch.to(gl.int64) * heads + group * GROUPS + line % GROUPS) * rows + line // GROUPS
-    place = ((place * splits + split) * PORTIONS + portion) * VALUE_DIM
-    at = parts + place[:, None] + gl.arange(0, VALUE_DIM, gl.SliceLayout(0, VALUE_LINES))[None, :]
-    gl.store(at, out, mask=inside[:, None])
+    # The queries are of no more use, and each warp has its own rows of them.
+    out = as_other(lined.index(0), gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
+    out.store(acc.to(gl.float16))
+    fence_async_shared()
+    out = as_other(out, gl.float16, part_tiles.block_shape, part_tiles.layout)
+    store_tile(part_tiles, [gl.program_id(1), first, 0, split, column], out)
+    place = (gl.program_id(1) * GROUPS + head).to(gl.int64) * rows + row
+    place = (place * PORTIONS + portion) * splits + split
+    gl.store(tops + place, gl.where(used, top + gl.log2(size), float("-inf")), mask=exists)
+    gl.store(totals + place, total * share, mask=exists)
+    tma.store_wait(0)
 
 
 @gluon.jit
-def _again(number):
-    """The same number, from which the compiler computes anew instead of keeping all that it computed before."""
+def _here(number):
+    """The same number, of which the compiler knows nothing; what is computed from it stays in its branch."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hopper_kernel
 import report
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from specdec import ops
 from specdec.ops._attention_plan import AttentionPlan, Device, make_plan
@@ -111,6 +113,11 @@ def main() -> None:
             name = shape if forms == BF16 else f"{shape}.{'_'.join(dict.fromkeys(forms))}"
             print(f"{target:8}{name:26}{found}", flush=True)
             figures |= described(target, name, found)
+    for shape in arguments.shape or SHAPES:
+        found = specialised_resources(shape) if "sm_90" in (arguments.target or TARGETS) else None
+        if found is not None:
+            print(f"{'sm_90':8}{f'{shape}.specialised':26}{found}", flush=True)
+            figures |= described("sm_90", f"{shape}.specialised", found)
     for target, nodes in itertools.product(arguments.target or TARGETS, () if arguments.shape else (16, 32, 64)):
         found = delta_resources(target, nodes)
         print(f"{target:8}{f'delta.t{nodes}':26}{found}", flush=True)
@@ -158,6 +165,20 @@ def resources(target: str, shape: str, forms: tuple[str, str] = BF16) -> Resourc
         options={"num_warps": plan.warps, "num_stages": plan.stages},
     )
     return taken(target, compiled)
+
+
+def specialised_resources(shape: str) -> Resources | None:
+    """Compiles the attention kernel of compute capability 9 for one shape, or None if it is not for that shape."""
+    problem = hopper_kernel.described(*SHAPES[shape])
+    if problem is None:
+        return None
+    kernel, types, constants, warps = problem
+    compiled = triton.compile(
+        GluonASTSource(kernel, *_described(kernel.arg_names, types, constants)),
+        target=TARGETS["sm_90"],
+        options={"num_warps": warps, "launch_pdl": True},
+    )
+    return taken("sm_90", compiled)
 
 
 def delta_resources(target: str, nodes: int) -> Resources:

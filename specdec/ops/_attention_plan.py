@@ -13,17 +13,20 @@ FIXED_SPLIT = 512
 
 _MOST_SPLITS = 128
 
-_SPECIALISED = {
-    (128, False): (64, 4),
-    (128, True): (64, 4),
-    (256, False): (64, 2),
-    (256, True): (64, 2),
-    (512, True): (32, 2),
-}
-"""Slots of a tile and tiles in flight by dimension, and whether there are more than 64 packed rows."""
+_SPECIALISED = {(128, False): (64, 4), (256, True): (64, 2), (512, True): (32, 2)}
+"""Slots of a tile and tiles in flight by dimension, and whether there are more than 64 packed rows.
+
+Where the kernel of compute capability 9 was faster on an H200; it takes others, too.
+"""
 
 _FEWEST = 33
 """Packed rows from which on tiles of 64 rows are not mostly padding."""
+
+_SHORTEST = 4
+"""Tiles of a run from which on that kernel is faster.
+
+Where its work items have all rows, there are twice as many runs to be added up, which a short one does not make up for.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ def make_plan(
     """The launch for a problem on a device; `specialised` says that the kernel of compute capability 9 can run."""
     if specialised and not deterministic:
         plan = _specialised(shape, device)
-        if plan is not None and plan.splits > 1:
+        if plan is not None and plan.splits > 1 and -(-shape.slots // plan.tile) > (_SHORTEST - 1) * plan.splits:
             return plan
     value_dim = shape.dims[1]
     widest, packed = max(shape.dims), shape.rows * (shape.heads // shape.kv_heads)
@@ -252,10 +255,11 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
 
 def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
     """The launch of the kernel of compute capability 9, or None for a shape that it was not made for."""
-    dim, packed = shape.dim, shape.rows * (shape.heads // shape.kv_heads)
-    if shape.dims[1] != dim or (dim, packed > 64) not in _SPECIALISED or packed < _FEWEST:
-        return None
+    dim, groups = shape.dim, shape.heads // shape.kv_heads
+    packed = shape.rows * (1 << (groups - 1).bit_length())  # the copy engine fetches queries of so many heads
     block, portions = 128 if packed > 64 else 64, 2 if dim > 256 else 1
+    if shape.dims[1] != dim or (dim, packed > 64) not in _SPECIALISED or shape.rows * groups < _FEWEST or groups > 64:
+        return None
     tile, stages = _SPECIALISED[dim, packed > 64]
     work = shape.batch * shape.kv_heads * portions * -(-packed // block)
     splits = max(1, min(device.multiprocessors // work, -(-shape.slots // tile), _MOST_SPLITS))

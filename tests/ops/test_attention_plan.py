@@ -53,6 +53,7 @@ def test_a_specialised_plan_fits_its_kernel(
         assert plan == usual
         return
     assert not deterministic
+    assert shape.heads // shape.kv_heads <= plan.block, "rows of a tile are all heads of a group"
     assert plan.splits > 1, "parts of sums are all that this kernel writes"
     assert plan.block == 16 * plan.warps, "a warp has 16 rows"
     assert plan.tile in {16, 32, 64}, "a row sees the slots of a tile by the bits of one word"
@@ -64,7 +65,8 @@ def test_a_specialised_plan_fits_its_kernel(
 
 
 def test_what_the_specialised_kernel_was_made_for() -> None:
-    for kv_heads, groups, dim, block, portions in ((2, 8, 256, 128, 1), (4, 6, 256, 128, 1), (2, 8, 512, 128, 2)):
+    made_for = ((2, 8, 256, 128, 1), (4, 6, 256, 128, 1), (2, 8, 512, 128, 2), (8, 4, 128, 64, 1))
+    for kv_heads, groups, dim, block, portions in made_for:
         shape = ops.AttentionShape(1, kv_heads * groups, kv_heads, 16, 32_784, dim)
         plan = _attention_plan.make_plan(shape, Device(), deterministic=False, specialised=True)
         assert plan.specialised
@@ -72,6 +74,14 @@ def test_what_the_specialised_kernel_was_made_for() -> None:
         assert 120 <= plan.splits * plan.portions * kv_heads <= 132
         alone = dataclasses.replace(shape, rows=1)
         assert not _attention_plan.make_plan(alone, Device(), deterministic=False, specialised=True).specialised
+
+
+def test_short_runs_do_not_go_to_the_specialised_kernel() -> None:
+    for kv_heads, groups, dim, least in ((2, 8, 256, 66 * 3 * 64), (4, 6, 256, 33 * 3 * 64), (2, 8, 512, 33 * 3 * 32)):
+        for slots in (least, least + 1):
+            shape = ops.AttentionShape(1, kv_heads * groups, kv_heads, 16, slots, dim)
+            plan = _attention_plan.make_plan(shape, Device(), deterministic=False, specialised=True)
+            assert plan.specialised == (slots > least)
 
 
 @given(SHAPES, st.integers(1, 200))

@@ -107,7 +107,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 
 
 @pytest.fixture
 def specialised(monkeypatch: pytest.MonkeyPatch) -> list[_attention_plan.AttentionPlan]:
-    """The plans of calls that all go to the kernel of compute capability 9, however few rows they have."""
+    """The plans of calls that all go to the kernel of compute capability 9, however few rows and slots they have."""
     plans: list[_attention_plan.AttentionPlan] = []
     make_plan = _attention_plan.make_plan
 
@@ -116,6 +116,9 @@ def specialised(monkeypatch: pytest.MonkeyPatch) -> list[_attention_plan.Attenti
         return plans[-1]
 
     monkeypatch.setattr(_attention_plan, "_FEWEST", 1)
+    monkeypatch.setattr(_attention_plan, "_SHORTEST", 0)
+    more = {(128, True): (64, 4), (256, False): (64, 2)}
+    monkeypatch.setattr(_attention_plan, "_SPECIALISED", _attention_plan._SPECIALISED | more)
     monkeypatch.setattr(sys.modules["specdec.ops.tree_attention"], "make_plan", recorded)
     return plans
 

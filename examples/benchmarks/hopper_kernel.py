@@ -1,0 +1,46 @@
+"""The attention kernel of compute capability 9 as `kernel_resources.py` compiles it."""
+
+from typing import Any
+
+import triton
+from triton.experimental.gluon import language as gl
+
+from specdec import ops
+from specdec.ops._attention_plan import Device, make_plan
+from specdec_kernels import tree_attention_hopper
+
+
+def described(
+    kv_heads: int, groups: int, rows: int, dim: int
+) -> tuple[Any, dict[str, Any], dict[str, Any], int] | None:
+    """The kernel, types and constants of its arguments and the warps of a block; None if it is not for that shape."""
+    shape = ops.AttentionShape(1, kv_heads * groups, kv_heads, rows, 32_768, dim)
+    plan = make_plan(shape, Device(), deterministic=False, specialised=True)
+    if not plan.specialised:
+        return None
+    room, width = triton.next_power_of_2(groups), dim // plan.portions
+    constants = {
+        **dict.fromkeys(("visible_word", "length_batch"), 1),
+        "GROUPS": groups,
+        "ROOM": room,
+        "KV_HEADS": kv_heads,
+        "DIM": dim,
+        "VALUE_DIM": width,
+        "PORTIONS": plan.portions,
+        "WORDS": 1,
+        "BLOCK": plan.block,
+        "TILE": plan.tile,
+        "STAGES": plan.stages,
+        "LATE": True,
+        "WARPS": plan.warps,
+    }
+    types = {"scale": "fp32", **dict.fromkeys(("visible", "lengths"), "*i64"), "tops": "*fp32", "totals": "*fp32"}
+    for name, number, block in (
+        ("query", gl.bfloat16, [1, plan.block // room, room, dim]),
+        ("key", gl.bfloat16, [1, 1, plan.tile, dim]),
+        ("value", gl.bfloat16, [1, 1, plan.tile, width]),
+        ("part", gl.float16, [1, plan.block // room, room, 1, width]),
+    ):
+        layout = gl.NVMMASharedLayout.get_default_for(block, number)
+        types[f"{name}_tiles"] = f"tensordesc<{number.name}{block},{layout!r}>"
+    return tree_attention_hopper._attend, types, constants, plan.warps
