@@ -218,9 +218,7 @@ class SpeculativeGenerator:
 
         Projections of the same input become one product, whose weights are copies. Products are run by
         `ops.skinny_linear` where its kernel runs, norms by `ops.rms_norm`, experts by `ops.routed_experts`. The model
-        stays as it is.
-
-        The first request then takes as long as the compiler does, a minute or two for a large model.
+        stays as it is. The first request then takes as long as the compiler does, a minute or two for a large model.
         """
         self._compiled = True
         return self
