@@ -228,7 +228,7 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
     block = min(most, max(16, 1 << (packed - 1).bit_length()))
     tile, stages = (64, 4 if shape.bytes_per_element > 1 else 3) if widest <= 128 else (32, 4)
     if max(shape.sizes) > 2:
-        # Products of float32 are made number by number, each an instruction: larger tiles would spill, and compile long.
+        # Products of float32 are made number by number, each an instruction: larger tiles spill, and compile long.
         block, tile = 16, min(tile, 32) if widest <= 128 else 16
     while stages > 1 and _shared_bytes(shape, block, tile, stages, portions) > device.shared_memory:
         stages -= 1
