@@ -139,7 +139,10 @@ _serving: list[RoundContext] = []
 
 @lru_cache(maxsize=1)
 def register_operator() -> None:
-    """Makes attention, and what recurrent layers ask for, operators that `torch.compile` leaves alone."""
+    """Makes attention, and what recurrent layers ask for, operators that `torch.compile` leaves alone.
+
+    Compiled code relies on results that are contiguous; kernels give them so, references of the ops need not.
+    """
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layer: int, scale: float, softcap: float
@@ -154,13 +157,14 @@ def register_operator() -> None:
     torch.library.custom_op(OPERATOR, attention, mutates_args=(), schema=schema).register_fake(shaped)
 
     def convolution(inputs: Tensor, weight: Tensor, bias: Tensor | None, place: int, activation: str) -> Tensor:
-        return _serving[-1]._states().convolve(place, inputs, weight, bias, activation or None).transpose(1, 2)
+        found = _serving[-1]._states().convolve(place, inputs, weight, bias, activation or None)
+        return found.transpose(1, 2).contiguous()
 
     def rows(inputs: Tensor, *rest: Any) -> Tensor:  # noqa: ARG001 - the operator's
         return inputs.new_empty(inputs.shape[0], inputs.shape[2], inputs.shape[1])
 
     def rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, place: int) -> Tensor:
-        return _serving[-1]._states().rule(place, query, key, value, decay, beta)
+        return _serving[-1]._states().rule(place, query, key, value, decay, beta).contiguous()
 
     schema = "(Tensor inputs, Tensor weight, Tensor? bias, int place, str activation) -> Tensor"
     torch.library.custom_op(CONVOLUTION, convolution, mutates_args=(), schema=schema).register_fake(rows)

@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import fx
 from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
@@ -100,6 +101,34 @@ def test_a_generator_that_compiles(family: str, prompts: str, few: bool, monkeyp
     assert not counters["graph_break"]
     assert served.model is target
     assert helpers.plain(target, **request(prompts)).tolist() == reference.tolist()
+
+
+class Promised(fx.Interpreter):
+    """Runs a graph; what an operator of ours returns must lie in memory as its fake said, or Inductor's code raises."""
+
+    seen: ClassVar[set[str]] = set()
+
+    def run_node(self, node: fx.Node) -> Any:
+        found = super().run_node(node)
+        if "specdec" in str(node.target):
+            assert found.stride() == node.meta["example_value"].stride(), node
+            Promised.seen.add(str(node.target).split(".")[1])
+        return found
+
+
+@pytest.mark.parametrize(("family", "prompts"), [("qwen3_5", "ragged"), ("qwen3_moe", "one")])
+def test_what_operators_return_lies_as_the_compiler_was_told(
+    family: str, prompts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fusion, "lowered", lambda module, inputs: Promised(module).run)  # noqa: ARG005 - Inductor's
+    monkeypatch.setattr(skinny, "serves", lambda weight: weight.dim() == 2)
+    monkeypatch.setattr(Promised, "seen", set())
+    target = tiny_model(family, seed=helpers.SEEDS.get(family, 7))
+    if family.endswith("moe"):
+        target.set_experts_implementation("batched_mm")
+    serve(generator(target).compile(), **request(prompts))
+    own = {"device_convolution", "device_rule"} if family == "qwen3_5" else {"routed_experts"}
+    assert Promised.seen >= {"device_attention", "skinny_linear"} | own
 
 
 def test_weights_that_change_under_a_compiled_generator() -> None:
