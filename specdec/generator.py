@@ -139,7 +139,7 @@ class SpeculativeGenerator:
         model, drafter, controller = (type(part).__name__ for part in (self.model, self.drafter, self.controller))
         verifier = "a lossless verifier" if self.verifier is None else type(self.verifier).__name__
         parts = [model, drafter, repr(self.tree), verifier, controller, f"attention={self.attention}"]
-        parts += [f"execution={self.execution}"] if self.execution != "host" else []
+        parts += [f"execution={self.execution}{', compiled' * self._compiled}"] if self.execution != "host" else []
         parts += [] if self.cache is None else [repr(self.cache)]
         return f"<SpeculativeGenerator: {', '.join(parts)}>"
 
@@ -216,10 +216,11 @@ class SpeculativeGenerator:
     def compile(self) -> "SpeculativeGenerator":
         """Lets `torch.compile` fuse what lies between the matrix products of device rounds; returns the generator.
 
-        Projections of the same input become one product, whose weights are copies. Products are run by
-        `ops.skinny_linear` where its kernel runs, norms by `ops.rms_norm`, experts by `ops.routed_experts`. The model
-        stays as it is. The first request then takes as long as the compiler does, a minute or two for a large model.
+        Projections of the same input become one product, whose weights are copies. Where their kernels run, products
+        and norms are run by `ops.skinny_linear` and `ops.rms_norm`; experts by `ops.routed_experts`. The model stays
+        as it is. The first request takes as long as the compiler, a minute or two. `execution="host"` is refused.
         """
+        device_rounds.check_compilable(self.execution)
         self._compiled = True
         return self
 

@@ -69,3 +69,17 @@ def test_a_law_that_is_none_is_never_drawn_from():
     generator = SpeculativeGenerator(helpers.model(), Spoilt(NEGATIVE), trees.Sampled((2,)), verify.TreeRejection())
     with pytest.raises(ShapeError, match="probabilities"):
         generator.generate(torch.tensor(helpers.ONE), max_new_tokens=4, do_sample=True)
+
+
+@pytest.mark.parametrize("execution", ["device", "auto"])
+def test_what_is_compiled_says_so(execution):
+    generator = SpeculativeGenerator(helpers.model(), execution=execution)
+    assert "compiled" not in repr(generator)
+    assert generator.compile() is generator
+    assert f"execution={execution}, compiled" in repr(generator)
+
+
+def test_rounds_of_the_host_are_not_compiled():
+    generator = SpeculativeGenerator(helpers.model())
+    with pytest.raises(UnsupportedError, match=r"execution='host' runs none.*execution='device' or 'auto'"):
+        generator.compile()

@@ -125,6 +125,15 @@ def _contents(processor: Any) -> tuple[Any, ...]:
     )
 
 
+def check_compilable(execution: str) -> None:
+    """Raises where no device rounds are run, which is all that `SpeculativeGenerator.compile` compiles."""
+    if execution == "host":
+        raise UnsupportedError(
+            "compile() is for device rounds, and execution='host' runs none. Make the generator with "
+            "execution='device' or 'auto'; for rounds of the host, give it torch.compile(model)."
+        )
+
+
 def obstacle(
     target: ModelTarget,
     ledger: TokenLedger,
