@@ -40,6 +40,8 @@ def available(name: str, device: torch.device | str) -> tuple[bool, str]:
         name: name of the op, as in `specdec.ops`.
         device: where its tensors are.
 
+    What arguments the kernel takes is another question; `impl="triton"` says so if it does not take them.
+
     Example:
         >>> from specdec import ops
         >>> ops.available("tree_attention", "meta")
@@ -48,12 +50,10 @@ def available(name: str, device: torch.device | str) -> tuple[bool, str]:
     if name not in KERNELS:
         return False, f"there is no kernel for {name!r}; there are {', '.join(sorted(KERNELS))}"
     device = torch.device(device)
-    kernels, reason = _kernels()
-    if device.type == "cuda" or (device.type == "cpu" and kernels is not None and kernels.interpreted()):
-        if kernels is None:
-            return False, reason
-        return True, ""
-    return False, f"kernels run on CUDA or ROCm devices, not on {device.type!r}"
+    can, reason = _runs(device)
+    if can and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return False, f"there is no device {str(device)!r}; torch sees {torch.cuda.device_count()} of its kind"
+    return can, reason
 
 
 def choose(name: str, impl: Impl, device: torch.device) -> ModuleType | None:
@@ -66,12 +66,20 @@ def choose(name: str, impl: Impl, device: torch.device) -> ModuleType | None:
         raise UnsupportedError(f"{name}: impl must be 'auto', 'reference' or 'triton', got {impl!r}.")
     if impl == "reference":
         return None
-    can, reason = available(name, device)
+    can, reason = _runs(device)
     if can and (impl == "triton" or device.type == "cuda"):
         return importlib.import_module(f"specdec_kernels.{name}")
     if impl == "triton":
         raise UnsupportedError(f"{name}: impl='triton' cannot run here: {reason}. Use impl='auto' or 'reference'.")
     return None
+
+
+def _runs(device: torch.device) -> tuple[bool, str]:
+    """Whether kernels run where a tensor is, and if not, why."""
+    kernels, reason = _kernels()
+    if device.type == "cuda" or (device.type == "cpu" and kernels is not None and kernels.interpreted()):
+        return kernels is not None, reason
+    return False, f"kernels run on CUDA or ROCm devices, not on {device.type!r}"
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,15 @@ def test_a_device_without_kernels() -> None:
         _dispatch.choose("tree_attention", "triton", torch.device("meta"))
 
 
+def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dispatch, "_kernels", lambda: (object(), ""))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert ops.available("rms_norm", "cuda") == ops.available("rms_norm", "cuda:1") == (True, "")
+    assert ops.available("rms_norm", "cuda:2") == (False, "there is no device 'cuda:2'; torch sees 2 of its kind")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert not ops.available("rms_norm", "cuda")[0]
+
+
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "_kernels", lambda: (None, "the kernels need triton (no module)"))
     assert ops.available("tree_attention", "cuda") == (False, "the kernels need triton (no module)")
