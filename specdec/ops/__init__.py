@@ -1,7 +1,9 @@
 """Ops that a round spends its time in: a plain-torch reference for each, and a Triton kernel where one is available.
 
-Every op takes `impl="auto" | "reference" | "triton"`. `auto` takes the kernel where `available` says that it can run,
-and the reference everywhere else; both give the same result within the tolerances that the tests write down.
+Ops with a kernel take `impl="auto" | "reference" | "triton"`. `auto` takes the kernel on a GPU where `available` says
+that it can run, if it takes the arguments (their dtype, how many rows there are), and the reference everywhere else.
+Both give the same result within the tolerances that the tests write down. Ops are for inference: a reference may pass
+gradients on, a kernel does not, and says nothing.
 """
 
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy

@@ -90,12 +90,19 @@ class AttentionCall:
             f"values must be like keys {list(keys.shape)} up to the last dimension, got {list(values.shape)}",
         )
         kv_heads = keys.shape[1]
-        demand(kv_heads > 0 and heads % kv_heads == 0, f"{heads} query heads cannot share {kv_heads} key/value heads")
+        demand(
+            kv_heads > 0 and heads % kv_heads == 0,
+            f"{heads} query heads cannot share {kv_heads} key/value heads; queries are [batch, heads, rows, dim], keys "
+            f"{lead}, {width}], got {list(query.shape)} and {list(keys.shape)}",
+        )
         demand(
             visible.dim() == 3 and visible.shape[:2] == (batch, rows),
             f"visible must be [{batch}, {rows}, words], got {list(visible.shape)}",
         )
-        demand(visible.dtype == torch.int64, f"visible must be int64 bit masks, got {visible.dtype}; use topology.pack")
+        demand(
+            visible.dtype == torch.int64,
+            f"visible must be int64 bit masks, got {visible.dtype}; use trees.topology.pack",
+        )
         pending = rows if depths is None else depths.shape[-1]
         demand(
             pending >= rows,
@@ -104,7 +111,7 @@ class AttentionCall:
         demand(
             visible.shape[2] == -(-pending // WORD) or pending == 0,
             f"{pending} pending rows need masks of {-(-pending // WORD)} words, got {visible.shape[2]}; "
-            "use topology.pack for a matrix",
+            "use trees.topology.pack for a matrix",
         )
         for name, given, shape in (
             ("lengths", self.lengths, [batch]),
@@ -132,7 +139,7 @@ class AttentionCall:
         tensors = [getattr(self, name) for name in self.__slots__]
         tensors += [scale for side in stored.values() for scale in side.scales]
         away = [each.device for each in tensors if isinstance(each, Tensor) and each.device != query.device]
-        demand(not away, f"all tensors must be on {query.device}, got one on {away[:1]}")
+        demand(not away, f"all tensors must be on {query.device} like query, got {sorted(set(map(str, away)))}")
         slots = keys.shape[2] * (blocks.shape[1] if blocks is not None else 1)
         if batch and self.lengths.device.type == "cpu":  # on a GPU, reading them would stall the host
             least, most = int(self.lengths.min()), int(self.lengths.max())

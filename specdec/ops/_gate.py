@@ -12,11 +12,11 @@ GateActivation: TypeAlias = Literal["silu", "gelu_tanh"]
 """What is applied to a gate: SiLU, or GELU in its form with a hyperbolic tangent."""
 
 
-def known(name: str, activation: str) -> None:
-    """Raises for an activation that nobody knows, in the name of an op."""
+def known(name: str, argument: str, activation: str) -> None:
+    """Raises for an activation that nobody knows, in the name of an op and of its argument."""
     if activation not in get_args(GateActivation):
         raise UnsupportedError(
-            f"{name}: activation must be one of {', '.join(get_args(GateActivation))}, got {activation!r}."
+            f"{name}: {argument} must be one of {', '.join(get_args(GateActivation))}, got {activation!r}."
         )
 
 

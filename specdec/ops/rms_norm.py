@@ -82,11 +82,18 @@ def _check(call: NormCall) -> None:
             raise ShapeError(f"rms_norm: {message}.")
 
     rows, scale, residual = call.rows, call.scale, call.residual
-    demand(rows.dim() == 2, f"rows must be [rows, width], got {list(rows.shape)}")
+    demand(
+        rows.dim() == 2,
+        f"rows must be [rows, width], got {list(rows.shape)}; reshape(-1, width) puts them below each other",
+    )
     demand(rows.is_floating_point(), f"rows must hold floating-point numbers, got {rows.dtype}")
     demand(list(scale.shape) == [rows.shape[1]], f"scale must be [{rows.shape[1]}], got {list(scale.shape)}")
+    kinds = list(dict.fromkeys((rows.dtype, torch.float32)))
+    demand(scale.dtype in kinds, f"scale must be {' or '.join(map(str, kinds))}, got {scale.dtype}")
+    given: Any = call.eps
     demand(
-        scale.dtype in (rows.dtype, torch.float32), f"scale must be {rows.dtype} or torch.float32, got {scale.dtype}"
+        isinstance(given, int | float) and given >= 0,
+        f"eps must be a number from 0 on, got {given!r}; give that of the model, such as 1e-6",
     )
     if residual is not None:
         demand(residual.shape == rows.shape, f"residual must be {list(rows.shape)}, got {list(residual.shape)}")

@@ -49,15 +49,15 @@ def routed_experts(
         chosen: experts of each row. One that is outside `0 .. experts - 1` contributes nothing; one that is named twice
             contributes twice.
         weights: what each expert's result is multiplied with, in any floating-point dtype.
-        gate_up: weights of both projections, gate first, each row of them a row of the result; of the rows' dtype. The
-            kernel wants the last dimension contiguous.
+        gate_up: weights of both projections, all gates first (not interleaved), each row of them a row of the result;
+            of the rows' dtype. The kernel wants the last dimension contiguous.
         down: weights of the last projection, alike.
         activation: what is applied to the gate.
         impl: which implementation runs; see `specdec.ops`.
 
     Raises:
         ShapeError: for shapes, dtypes and devices that do not belong together.
-        UnsupportedError: for another activation, or if `impl="triton"` cannot run here.
+        UnsupportedError: for another activation, or if `impl="triton"` cannot run here or does not take the arguments.
 
     Example:
         >>> import torch
@@ -108,8 +108,11 @@ def _check(call: ExpertCall) -> None:
         if not condition:
             raise ShapeError(f"routed_experts: {message}.")
 
-    _gate.known("routed_experts", call.activation)
-    demand(call.hidden.dim() == 2, f"hidden must be [tokens, hidden], got {list(call.hidden.shape)}")
+    _gate.known("routed_experts", "activation", call.activation)
+    demand(
+        call.hidden.dim() == 2,
+        f"hidden must be [tokens, hidden], got {list(call.hidden.shape)}; reshape(-1, hidden) makes one batch of it",
+    )
     demand(call.down.dim() == 3, f"down must be [experts, hidden, inner], got {list(call.down.shape)}")
     tokens, width = call.hidden.shape
     experts, inner = call.down.shape[0], call.down.shape[2]
@@ -117,8 +120,8 @@ def _check(call: ExpertCall) -> None:
         call.chosen.dim() == 2 and call.chosen.shape[0] == tokens,
         f"chosen must be [{tokens}, choices], got {list(call.chosen.shape)}",
     )
+    demand(call.down.shape[1] == width, f"down must be [experts, {width}, inner], got {list(call.down.shape)}")
     for name, tensor, wanted in (
-        ("down", call.down, [experts, width, inner]),
         ("gate_up", call.gate_up, [experts, 2 * inner, width]),
         ("weights", call.weights, list(call.chosen.shape)),
     ):

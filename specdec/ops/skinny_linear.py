@@ -58,10 +58,11 @@ def skinny_linear(
         weight: a row for each output, of the rows' dtype; the kernel wants the last dimension contiguous.
         bias: added to the outputs, before the gate.
         gate: activation; outputs are then pairs, interleaved as by `interleave_gate`, and half as many are returned:
-            the activation of the first times the second, each rounded as if the layers were run one by one.
+            the activation of the first times the second, each rounded as if the layers were run one by one. Whether
+            weights are interleaved cannot be seen: two matrices one below the other give another result, no error.
         residual: added to the rounded result, which is rounded once more.
-        counters: int32 zeros, one for 64 outputs or more; left as zeros. Without, they are made, which takes a launch.
-            Calls that may run at the same time must not share them.
+        counters: int32 zeros, at least one for every 64 outputs or part of 64; left as zeros. Without, they are made,
+            which takes a launch. Calls that may run at the same time must not share them.
         impl: which implementation runs; see `specdec.ops`.
 
     Raises:
@@ -95,10 +96,10 @@ def interleave_gate(gate: Float[Tensor, "outputs ..."], up: Float[Tensor, "outpu
 
     Args:
         gate: a row for each gate; a multiple of 32 of them.
-        up: a row for each partner. Biases can be interleaved alike, as vectors.
+        up: a row for each partner, of the same shape, dtype and device. Biases can be interleaved alike, as vectors.
 
     Raises:
-        ShapeError: if they are not alike, or their number is not a multiple of 32.
+        ShapeError: if they are not alike, or their rows are not a multiple of 32.
 
     Example:
         >>> import torch
@@ -110,6 +111,11 @@ def interleave_gate(gate: Float[Tensor, "outputs ..."], up: Float[Tensor, "outpu
         raise ShapeError(
             f"interleave_gate: gate and up must be alike, with a multiple of {GATE_BLOCK} rows, "
             f"got {list(gate.shape)} and {list(up.shape)}."
+        )
+    if (gate.dtype, gate.device) != (up.dtype, up.device):
+        raise ShapeError(
+            f"interleave_gate: gate and up must be alike, "
+            f"got {gate.dtype} on {gate.device} and {up.dtype} on {up.device}."
         )
     return _gate.interleaved(gate, up, GATE_BLOCK)
 
@@ -134,8 +140,11 @@ def _check(call: SkinnyCall) -> None:
 
     rows, weight, counters = call.rows, call.weight, call.counters
     if call.gate is not None:
-        _gate.known("skinny_linear", call.gate)
-    demand(rows.dim() == 2, f"rows must be [rows, inputs], got {list(rows.shape)}")
+        _gate.known("skinny_linear", "gate", call.gate)
+    demand(
+        rows.dim() == 2,
+        f"rows must be [rows, inputs], got {list(rows.shape)}; reshape(-1, inputs) puts them below each other",
+    )
     demand(
         weight.dim() == 2 and weight.shape[1] == rows.shape[1],
         f"weight must be [outputs, {rows.shape[1]}], got {list(weight.shape)}",
@@ -143,7 +152,7 @@ def _check(call: SkinnyCall) -> None:
     outputs = weight.shape[0]
     demand(
         call.gate is None or outputs % TILE == 0,
-        f"interleaved weights have a multiple of {TILE} rows, got {outputs}",
+        f"with a gate, interleaved weights have a multiple of {TILE} rows, got {outputs}; see interleave_gate",
     )
     bias = call.bias
     demand(bias is None or list(bias.shape) == [outputs], f"bias must be [{outputs}], got {_shape(bias)}")
@@ -152,7 +161,8 @@ def _check(call: SkinnyCall) -> None:
     residual = call.residual
     demand(residual is None or list(residual.shape) == kept, f"residual must be {kept}, got {_shape(residual)}")
     for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
-        demand(tensor is None or tensor.dtype == rows.dtype, f"{name} must be {rows.dtype} like rows")
+        kind = rows.dtype if tensor is None else tensor.dtype
+        demand(kind == rows.dtype, f"{name} must be {rows.dtype} like rows, got {kind}")
     if counters is not None:
         tiles = -(-outputs // TILE)
         enough = counters.dim() == 1 and counters.shape[0] >= tiles and counters.dtype == torch.int32

@@ -54,7 +54,8 @@ def tree_attention(
             half of a row in the low bits.
         values: like `keys`; its last dimension and its form may differ.
         visible: per node, which pending rows it sees: bit `j % 64` of word `j // 64` stands for pending row j, the node
-            itself included (`trees.topology.ancestors`). A node without any bit is empty and sees nothing. Bits beyond
+            itself included. In `specdec.trees`, `topology.pack(topology.ancestor_matrix(parents))` makes it, and
+            `topology.ancestors` of a whole `DraftTree`. A node without any bit is empty and sees nothing. Bits beyond
             the pending rows must be clear.
         lengths: committed slots per batch row, the pending rows not counted; pending row j is at slot
             `lengths[b] + j`, and all of them must lie in the cache (checked where reading them is free, on a CPU).

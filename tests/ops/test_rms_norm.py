@@ -101,9 +101,11 @@ def test_a_wrong_norm_is_noticed(wrong: str) -> None:
         ({"rows": torch.ones(2, 3, 4)}, r"rows must be \[rows, width\], got \[2, 3, 4\]"),
         ({"rows": torch.ones(2, 4).int()}, "rows must hold floating-point numbers, got torch.int32"),
         ({"scale": torch.ones(5)}, r"scale must be \[4\], got \[5\]"),
-        ({"scale": torch.ones(4).half()}, "scale must be torch.float32 or torch.float32, got torch.float16"),
+        ({"scale": torch.ones(4).half()}, "scale must be torch.float32, got torch.float16"),
         ({"residual": torch.ones(4, 2)}, r"residual must be \[2, 4\], got \[4, 2\]"),
         ({"residual": torch.ones(2, 4).half()}, "residual must be torch.float32 like rows, got torch.float16"),
+        ({"eps": float("nan")}, "eps must be a number from 0 on, got nan"),
+        ({"eps": -1e-6}, "eps must be a number from 0 on, got -1e-06"),
         ({"scale": torch.ones(4, device="meta")}, "all tensors must be on one device"),
     ],
 )

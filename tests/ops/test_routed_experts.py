@@ -186,13 +186,21 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "one expert": ({"down": GOOD["down"][0]}, ShapeError, r"down must be \[experts, hidden, inner\], got \[8, 4\]"),
     "experts of other rows": ({"chosen": GOOD["chosen"][:2]}, ShapeError, r"chosen must be \[3, choices\], got \[2, "),
     "weights of other choices": ({"weights": GOOD["weights"][:, :1]}, ShapeError, r"weights must be \[3, 2\], got"),
-    "rows of another size": ({"hidden": GOOD["hidden"][:, :7]}, ShapeError, r"down must be \[5, 7, 4\], got \[5, 8, "),
+    "rows of another size": (
+        {"hidden": GOOD["hidden"][:, :7]},
+        ShapeError,
+        r"down must be \[experts, 7, inner\], got \[5, 8, ",
+    ),
     "one half": ({"gate_up": GOOD["gate_up"][:, :4]}, ShapeError, r"gate_up must be \[5, 8, 8\], got \[5, 4, 8\]"),
     "no integers": ({"chosen": GOOD["weights"]}, ShapeError, "chosen must hold integers, got torch.float32"),
     "whole weights": ({"weights": GOOD["chosen"]}, ShapeError, "weights must hold floating-point .* got torch.int64"),
     "another dtype": ({"down": GOOD["down"].float()}, ShapeError, "down must be torch.float16 like hidden, got"),
     "another device": ({"down": GOOD["down"].to("meta")}, ShapeError, "one device, got .'cpu', 'meta'"),
-    "another activation": ({"activation": "relu"}, UnsupportedError, "one of silu, gelu_tanh, got 'relu'"),
+    "another activation": (
+        {"activation": "relu"},
+        UnsupportedError,
+        "activation must be one of silu, gelu_tanh, got 'relu'",
+    ),
 }
 
 

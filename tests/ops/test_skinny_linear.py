@@ -332,21 +332,29 @@ def test_nothing_to_do(gate: ops.GateActivation | None, rows: int, outputs: int,
 
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a batch": ({"rows": GOOD["rows"][None]}, ShapeError, r"rows must be \[rows, inputs\], got \[1, 5, 8\]"),
+    "a batch": ({"rows": GOOD["rows"][None]}, ShapeError, r"rows must be .* got \[1, 5, 8\]; reshape\(-1, inputs\)"),
     "weights of other rows": ({"weight": GOOD["weight"][:, :7]}, ShapeError, r"weight must be \[outputs, 8\], got \["),
     "a vector": ({"weight": GOOD["weight"][0]}, ShapeError, r"weight must be \[outputs, 8\], got \[8\]"),
     "half a block": ({"weight": GOOD["weight"][:32]}, ShapeError, "weights have a multiple of 64 rows, got 32"),
     "biases of one half": ({"bias": GOOD["bias"][:32]}, ShapeError, r"bias must be \[64\], got \[32\]"),
     "whole numbers": ({"rows": GOOD["rows"].int()}, ShapeError, "rows must hold floating-point .* got torch.int32"),
-    "another dtype": ({"weight": GOOD["weight"].float()}, ShapeError, "weight must be torch.float16 like rows"),
-    "a wide bias": ({"bias": GOOD["bias"].float()}, ShapeError, "bias must be torch.float16 like rows"),
+    "another dtype": (
+        {"weight": GOOD["weight"].float()},
+        ShapeError,
+        "weight must be torch.float16 like rows, got torch",
+    ),
+    "a wide bias": ({"bias": GOOD["bias"].float()}, ShapeError, "bias must be torch.float16 like rows, got torch"),
     "residuals of the gates": ({"residual": GOOD["weight"]}, ShapeError, r"residual must be \[5, 32\], got \[64, 8\]"),
-    "a wide residual": ({"residual": GOOD["residual"].float()}, ShapeError, "residual must be torch.float16 like rows"),
+    "a wide residual": (
+        {"residual": GOOD["residual"].float()},
+        ShapeError,
+        "residual must be .* like rows, got torch.float32",
+    ),
     "no counters": ({"counters": torch.zeros(0).int()}, ShapeError, r"counters must be \[1\] or more .* \[0\] of"),
     "wide counters": ({"counters": torch.zeros(1).long()}, ShapeError, "of int32, contiguous, got .* torch.int64"),
     "counters of others": ({"counters": torch.zeros(4).int()[::2]}, ShapeError, r"contiguous, got \[2\] of torch.int"),
     "another device": ({"weight": GOOD["weight"].to("meta")}, ShapeError, "one device, got .'cpu', 'meta'"),
-    "another activation": ({"gate": "relu"}, UnsupportedError, "one of silu, gelu_tanh, got 'relu'"),
+    "another activation": ({"gate": "relu"}, UnsupportedError, "gate must be one of silu, gelu_tanh, got 'relu'"),
 }
 
 
@@ -364,6 +372,8 @@ def test_what_does_not_belong_together_is_refused(name: str) -> None:
         (torch.ones(32, 2), torch.ones(32, 3), r"got \[32, 2\] and \[32, 3\]"),
         (torch.ones(33, 2), torch.ones(33, 2), r"a multiple of 32 rows, got \[33, 2\]"),
         (torch.ones(()), torch.ones(()), r"got \[\] and \[\]"),
+        (torch.ones(32, 2), torch.ones(32, 2).half(), r"got torch.float32 on cpu and torch.float16 on cpu"),
+        (torch.ones(32, 2), torch.ones(32, 2, device="meta"), r"on cpu and torch.float32 on meta"),
     ],
 )
 def test_what_cannot_be_interleaved(gate: Tensor, up: Tensor, said: str) -> None:
