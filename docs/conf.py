@@ -35,7 +35,6 @@ autodoc_typehints_format = "short"
 
 # pytest runs the examples of docstrings; the doctest builder runs those of the pages (`{doctest}` blocks).
 doctest_test_doctest_blocks = ""
-doctest_global_setup = "import torch"
 
 # Nothing is fetched at build time, so names of other projects have no page to point to.
 nitpick_ignore_regex = [
