@@ -33,7 +33,7 @@ def rms_norm(
 
     Computed in float32 (in float64 for rows of that). The dtype of the scale says where the result is rounded: if it is
     that of the rows, the normalised row is rounded before it is scaled, as Llama does; a float32 scale is multiplied
-    first, as Gemma does.
+    first, as Gemma does. What models scale by is not always their weight: Gemma 3 and Qwen3.5 add one to it.
 
     Args:
         rows: rows, any strides.
