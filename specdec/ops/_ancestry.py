@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from specdec.errors import ShapeError
+
 WORD = 64
 
 
@@ -14,7 +16,22 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
     """`out[b, i, j]`: whether j is i or an ancestor of i.
 
     Padding nodes are roots of their own and see themselves only, so no row is ever empty.
+
+    Raises:
+        ShapeError: for parents of one tree without a batch.
+
+    Example:
+        >>> import torch
+        >>> from specdec.trees import topology
+        >>> topology.ancestor_matrix(torch.tensor([[-1, 0, 0]])).int()  # a root and its two children
+        tensor([[[1, 0, 0],
+                 [1, 1, 0],
+                 [1, 0, 1]]], dtype=torch.int32)
     """
+    if parents.dim() != 2:
+        raise ShapeError(
+            f"ancestor_matrix: parents must be [batch, nodes], got {list(parents.shape)}; one tree is a batch of one."
+        )
     batch, nodes = parents.shape
     # With P the matrix "j is the parent of i", the answer is I + P + P² + ... = (I - P)⁻¹. P is strictly lower
     # triangular, so one unit-triangular solve does it, exactly: every number on the way is 0 or 1.
@@ -26,7 +43,22 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
 
 
 def pack(matrix: Bool[Tensor, "batch nodes columns"]) -> Int[Tensor, "batch nodes words"]:
-    """Packs boolean columns into int64 words, column j at bit `j % 64` of word `j // 64`."""
+    """Packs boolean columns into int64 words, column j at bit `j % 64` of word `j // 64`.
+
+    Raises:
+        ShapeError: for numbers that are no booleans, such as the parents themselves.
+
+    Example:
+        >>> import torch
+        >>> from specdec.trees import topology
+        >>> topology.pack(topology.ancestor_matrix(torch.tensor([[-1, 0, 0]]))).tolist()
+        [[[1], [3], [5]]]
+    """
+    if matrix.dtype != torch.bool or matrix.dim() != 3:
+        raise ShapeError(
+            f"pack: the matrix must be boolean, [batch, nodes, columns], got {matrix.dtype} {list(matrix.shape)}; "
+            "ancestor_matrix makes one of parents."
+        )
     columns = matrix.shape[-1]
     words = -(-columns // WORD)
     padded = torch.nn.functional.pad(matrix, (0, words * WORD - columns)).unflatten(-1, (words, WORD))

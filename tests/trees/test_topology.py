@@ -1,6 +1,7 @@
 """Laws of the index algebra. Each is written for any implementation, so that wrong ones can be shown to fail it."""
 
 import dataclasses
+import inspect
 import random
 from collections.abc import Callable
 
@@ -303,3 +304,13 @@ def test_a_sampled_tree_is_not_cut_by_score() -> None:
     tree = random_tree(0, [6], "any", vocab=3)
     with pytest.raises(UnsupportedError, match="cannot be cut by score"):
         topology.best(tree, 2)
+
+
+def test_what_is_no_tree_or_no_matrix_is_refused() -> None:
+    """Outside the tests nobody checks the annotations."""
+    parents = torch.tensor([-1, 0, 0])
+    with pytest.raises(ShapeError, match=r"parents must be \[batch, nodes\], got \[3\]"):
+        inspect.unwrap(topology.ancestor_matrix)(parents)
+    for matrix in (parents[None], topology.ancestor_matrix(parents[None]).long()):
+        with pytest.raises(ShapeError, match=r"must be boolean, .* got torch.int64 \[1, 3.*ancestor_matrix makes one"):
+            inspect.unwrap(topology.pack)(matrix)
