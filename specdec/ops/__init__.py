@@ -2,8 +2,8 @@
 
 Ops with a kernel take `impl="auto" | "reference" | "triton"`. `auto` takes the kernel on a GPU where `available` says
 that it can run, if it takes the arguments (their dtype, how many rows there are), and the reference everywhere else.
-Both give the same result within the tolerances that the tests write down. Ops are for inference: a reference may pass
-gradients on, a kernel does not, and says nothing.
+Both give the same result within the tolerances that the tests write down. Ops are for inference and kernels have no
+gradients: where an input asks for one, outside `torch.no_grad()`, the reference runs, or `impl="triton"` is refused.
 """
 
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from specdec.errors import UnsupportedError
 
@@ -56,8 +57,14 @@ def available(name: str, device: torch.device | str) -> tuple[bool, str]:
     return can, reason
 
 
-def choose(name: str, impl: Impl, device: torch.device) -> ModuleType | None:
+def choose(name: str, impl: Impl, device: torch.device, *inputs: Tensor | None) -> ModuleType | None:
     """The kernel module to run, or None for the reference.
+
+    Args:
+        name: of the op.
+        impl: what was asked for.
+        device: where its tensors are.
+        *inputs: what gradients could flow to. Where one is wanted the reference runs: kernels have none.
 
     Raises:
         UnsupportedError: if the kernel is asked for and cannot run, or `impl` is unknown.
@@ -67,6 +74,8 @@ def choose(name: str, impl: Impl, device: torch.device) -> ModuleType | None:
     if impl == "reference":
         return None
     can, reason = _runs(device)
+    if can and torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in inputs):
+        can, reason = False, "it has no gradient, which an input asks for outside torch.no_grad()"
     if can and (impl == "triton" or device.type == "cuda"):
         return importlib.import_module(f"specdec_kernels.{name}")
     if impl == "triton":

@@ -60,7 +60,7 @@ def causal_conv_tree(
     _check(inputs, weight, history, ancestors, bias, path, counts, out)
     if activation not in ("silu", "swish", None):
         raise UnsupportedError(f"causal_conv_tree: activation must be 'silu', 'swish' or None, got {activation!r}.")
-    kernel: Any = _dispatch.choose("causal_conv_tree", impl, inputs.device)
+    kernel: Any = _dispatch.choose("causal_conv_tree", impl, inputs.device, inputs, weight, history, bias, path)
     if kernel is not None and inputs.numel() and inputs.dtype != torch.float64:
         output: Tensor = kernel.launch(inputs, weight, history, ancestors, bias, path, counts, activation, out)
         return output

@@ -198,7 +198,8 @@ def gated_delta_fold(
 
 def _kernel(call: DeltaCall, impl: _dispatch.Impl) -> Any:
     """The kernel module if it takes the call, else None."""
-    kernel: Any = _dispatch.choose("gated_delta_tree", impl, call.state.device)
+    inputs = call.state, call.query, call.key, call.value, call.decay, call.beta
+    kernel: Any = _dispatch.choose("gated_delta_tree", impl, call.state.device, *inputs)
     if kernel is None or call.state.numel() == 0:
         return None
     reason = kernel.refusal(call)

@@ -56,7 +56,7 @@ def rms_norm(
     _check(call)
     if rows.numel() == 0:
         return torch.zeros_like(rows)
-    kernel: Any = _dispatch.choose("rms_norm", impl, rows.device)
+    kernel: Any = _dispatch.choose("rms_norm", impl, rows.device, rows, scale, residual)
     reason = kernel.refusal(call) if kernel is not None else ""
     if reason and impl == "triton":
         raise UnsupportedError(f"rms_norm: the kernel takes {reason}.")

@@ -73,7 +73,7 @@ def routed_experts(
     _check(call)
     if 0 in (hidden.numel(), chosen.numel(), gate_up.numel()):
         return torch.zeros_like(hidden)
-    kernel: Any = _dispatch.choose("routed_experts", impl, hidden.device)
+    kernel: Any = _dispatch.choose("routed_experts", impl, hidden.device, hidden, weights, gate_up, down)
     reason = kernel.refusal(call) if kernel is not None else ""
     if reason and impl == "triton":
         raise UnsupportedError(f"routed_experts: the kernel takes {reason}.")

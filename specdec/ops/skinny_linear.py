@@ -81,7 +81,7 @@ def skinny_linear(
     """
     call = SkinnyCall(rows, weight, bias, gate, residual, counters)
     _check(call)
-    kernel: Any = _dispatch.choose("skinny_linear", impl, rows.device)
+    kernel: Any = _dispatch.choose("skinny_linear", impl, rows.device, rows, weight, bias, residual)
     reason = kernel.refusal(call) if kernel is not None else ""
     if reason and impl == "triton":
         raise UnsupportedError(f"skinny_linear: the kernel takes {reason}.")
@@ -110,7 +110,7 @@ def interleave_gate(gate: Float[Tensor, "outputs ..."], up: Float[Tensor, "outpu
     if gate.shape != up.shape or gate.dim() == 0 or gate.shape[0] % GATE_BLOCK:
         raise ShapeError(
             f"interleave_gate: gate and up must be alike, with a multiple of {GATE_BLOCK} rows, "
-            f"got {list(gate.shape)} and {list(up.shape)}."
+            f"got {list(gate.shape)} and {list(up.shape)}. Rows of zeros may be added to both: they give zeros."
         )
     if (gate.dtype, gate.device) != (up.dtype, up.device):
         raise ShapeError(

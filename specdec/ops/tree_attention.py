@@ -110,7 +110,7 @@ def tree_attention(
         sinks=sinks,
     )
     shape = call.checked()
-    kernel: Any = _dispatch.choose("tree_attention", impl, query.device)
+    kernel: Any = _dispatch.choose("tree_attention", impl, query.device, query, keys, values, sinks)
     if kernel is not None and query.dtype not in kernel.DTYPES:
         if impl == "triton":
             raise UnsupportedError(f"tree_attention: the kernel takes {kernel.DTYPES}, got {query.dtype}.")
