@@ -1,6 +1,7 @@
 """Normalisation of a compiled twin, as `ops.rms_norm` computes it.
 
-A norm is recognised by what it computes: its own forward is run once on random rows, beside the forms that models use.
+A norm is recognised by what it computes: its own forward is run once on random rows, and so is the op, in the forms
+that models use.
 """
 
 from functools import lru_cache
@@ -57,7 +58,7 @@ def replaced(module: nn.Module) -> SkinnyNorm | None:
     given, expected = trial
     wide = weight.detach().float()
     scales = (weight.detach(), wide, 1.0 + wide)
-    return next((SkinnyNorm(scale, eps) for scale in scales if _same(norm(given, scale, eps, None), expected)), None)
+    return next((SkinnyNorm(scale, eps) for scale in scales if _same(ops.rms_norm(given, scale, eps), expected)), None)
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:
