@@ -45,10 +45,12 @@ def specialised(call: Any) -> bool:
         call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
     """
     query, keys, values = call.query, call.keys, call.values
-    more = call.blocks, call.starts, call.window, call.softcap, call.key_scales, call.value_scales
+    scales = call.key_scales, call.value_scales
+    plain = keys.dtype == values.dtype == query.dtype
     return (
-        all(each is None for each in more)
+        all(each is None for each in (call.blocks, call.starts, call.window, call.softcap))
         and query.dtype in (torch.float16, torch.bfloat16)
+        and (plain or (keys.dtype == values.dtype == torch.int8 and all(tiled(each, None) for each in scales)))
         and call.scale > 0
         and tiled(query, query.shape[3])
         and tiled(keys, keys.shape[3])

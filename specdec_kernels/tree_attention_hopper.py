@@ -4,6 +4,8 @@ The same sums as those of `tree_attention`, for what a verify pass mostly is: 16
 window, no padding, no soft cap, and runs that are added up. The copy engine keeps a ring of tiles full; while scores of
 a tile become weights, the tensor cores multiply the weights of the tile before with its values.
 
+INT8 keys are multiplied as they are, and INT8 values are widened meanwhile into one of two tiles (`_hopper_codes`).
+
 A launch finds its code outside the caches of a multiprocessor, and what runs once takes longer to arrive than to run.
 So there is one loop for all tiles, and the copy engine fetches queries and stores parts.
 
@@ -26,17 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from specdec_kernels._hopper_codes import as_other, in_two_bytes, mended, widen
+from specdec_kernels._hopper_ring import arrived, copy_tile, fetch, rings_for
 from specdec_kernels._launch import launch_late, pdl
 from specdec_kernels._split_sum import FAINTEST, LOG2E
 
 TREE_TILES = gl.constexpr(1)
 """Tiles by which the run with the tree is shorter, since it takes longer."""
 
-copy_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # before triton 3.7
-store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
-_memory = gl.shared_memory_descriptor
-as_other = _memory.reinterpret if hasattr(_memory, "reinterpret") else _memory._reinterpret
-_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global  # before triton 3.7
+_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.int8: gl.int8, torch.float32: gl.float32}
 
 
 def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) -> None:
@@ -53,6 +54,7 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
     batch, heads, rows, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3] // plan.portions
     groups = heads // kv_heads
+    scales = call.key_scales, call.value_scales
     room = triton.next_power_of_2(groups)  # heads of a group that a tile of rows has room for
     high = plan.block // room
     sums = parts.view(batch * kv_heads, groups, rows, plan.splits, values.shape[3]).transpose(1, 2)
@@ -60,6 +62,7 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
         _tiles(query.transpose(1, 2), high, room, dim),
         _tiles(keys, 1, plan.tile, dim),
         _tiles(values, 1, plan.tile, value_dim),
+        *(None if each is None else _tiles(each.squeeze(3), 1, plan.tile) for each in scales),
         _tiles(sums, high, room, 1, value_dim),
         visible,
         call.lengths,
@@ -94,24 +97,6 @@ def _tiles(source: Tensor, *sizes: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(
         source, block, gl.NVMMASharedLayout.get_default_for(block, _TYPES[source.dtype])
     )
-
-
-@gluon.jit
-def _fetch(tiles, ring, full, batch, head, tile, column, step, last, TILE: gl.constexpr, STAGES: gl.constexpr):
-    """Has the copy engine fill the stage of a step, if there is such a step."""
-    if step < last:
-        barrier = full.index(step % STAGES)
-        mbarrier.expect(barrier, tiles.block_type.nbytes)
-        place = [batch, head, (tile + step) * TILE, column]
-        copy_tile(tiles, place, barrier, ring.index(step % STAGES))
-
-
-@gluon.jit
-def _arrived(ring, full, step, TILE: gl.constexpr, WIDTH: gl.constexpr, STAGES: gl.constexpr):
-    """The tile of a step, once it is there."""
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
-    return ring.index(stage).reshape([TILE, WIDTH])
 
 
 @gluon.jit
@@ -157,7 +142,7 @@ def _weigh(scores, factor, top, total):
     """Weights of a tile, the new maxima and denominators, and what the sums so far fade by."""
     new_top = gl.maximum(top, gl.max(scores, 1) * factor)
     base = gl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = gl.exp2(scores * factor - base[:, None])
+    weights = gl.exp2(scores * factor[:, None] - base[:, None])
     fade = gl.exp2(top - base)
     return weights, new_top, total * fade + gl.sum(weights, 1), fade
 
@@ -167,6 +152,8 @@ def _attend(
     query_tiles,
     key_tiles,
     value_tiles,
+    key_scale_tiles,
+    value_scale_tiles,
     part_tiles,
     visible,
     lengths,
@@ -193,23 +180,26 @@ def _attend(
     LATE: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 16])
+    CODES: gl.constexpr = key_tiles.dtype == gl.int8
+    NUMBER: gl.constexpr = query_tiles.dtype
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE, 32 if CODES else 16])
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VALUE_DIM if VALUE_DIM < 256 else 256, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    NUMBER: gl.constexpr = key_tiles.dtype
+    COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     PARTS: gl.constexpr = [BLOCK, VALUE_DIM]
 
     lined = gl.allocate_shared_memory(NUMBER, [1, 1, BLOCK // ROOM, ROOM, DIM], query_tiles.layout)
-    keys = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, TILE, DIM], key_tiles.layout)
-    values = gl.allocate_shared_memory(NUMBER, [STAGES, 1, 1, TILE, VALUE_DIM], value_tiles.layout)
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    key_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    value_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(query_full, count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(key_full.index(stage), count=1)
-        mbarrier.init(value_full.index(stage), count=1)
+    if CODES:
+        sources = (key_tiles, key_scale_tiles), (value_tiles, value_scale_tiles)
+    else:
+        sources = (key_tiles,), (value_tiles,)
+    keys, values = rings_for(sources[0], STAGES), rings_for(sources[1], STAGES)
+    if CODES:
+        WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], NUMBER)
+        wide = gl.allocate_shared_memory(NUMBER, [2, TILE, VALUE_DIM], WIDE)
     fence_async_shared()
     if LATE:
         _griddep("griddepcontrol.wait;")
@@ -241,49 +231,71 @@ def _attend(
     ahead = gl.minimum(count, STAGES)
     column = portion * VALUE_DIM
     for step in range(ahead):
-        _fetch(key_tiles, keys, key_full, batch, group, begin, 0, step, count, TILE, STAGES)
-        _fetch(value_tiles, values, value_full, batch, group, begin, column, step, count, TILE, STAGES)
+        fetch(sources, (keys, values), batch, group, begin, (0, column), step, count, TILE, STAGES)
     # Without a node, no more than what is already on its way.
     used = bits != 0
     count = gl.where(gl.max(used.to(gl.int32), 0) > 0, count, ahead)
 
-    factor = scale * LOG2E
-    nothing = gl.zeros([BLOCK, TILE], gl.float32, SCORES)
+    factor = gl.full([BLOCK], scale * LOG2E, gl.float32, ROWS)
+    nothing = gl.zeros([BLOCK, TILE], gl.int32 if CODES else gl.float32, SCORES)
     acc = gl.zeros(PARTS, gl.float32, SUMS)
     p = gl.zeros([BLOCK, TILE], NUMBER, WEIGHTS)
     top = gl.full([BLOCK], float("-inf"), gl.float32, ROWS)
     total = gl.zeros([BLOCK], gl.float32, ROWS)
     mbarrier.wait(query_full, 0)
+    if CODES:
+        bytes, unit = in_two_bytes(lined.index(0).reshape([BLOCK, DIM]), ROWS, WARPS)
+        factor *= unit
     for step in range(count):
         # Scores of this step first, so that they are ready while the weights of the last are multiplied. There are none
         # in the first step: what is multiplied then may be anything, and the second does not add to it.
-        k = _arrived(keys, key_full, step, TILE, DIM, STAGES)
-        queries = lined.index(_here(0)).reshape([BLOCK, DIM])
-        coming = warpgroup_mma(queries, k.permute([1, 0]), nothing, use_acc=False, is_async=True)
+        k = arrived(keys, step, TILE, DIM, STAGES).permute([1, 0])
+        first_query = _here(0)
+        if CODES:
+            upper = warpgroup_mma(bytes.index(first_query), k, nothing, use_acc=False, is_async=True)
+            coming = warpgroup_mma(bytes.index(first_query + 1), k, nothing, use_acc=False, is_async=True)
+        else:
+            queries = lined.index(first_query).reshape([BLOCK, DIM])
+            coming = warpgroup_mma(queries, k, nothing, use_acc=False, is_async=True)
         before = gl.maximum(step - 1, 0)
-        v = _arrived(values, value_full, before, TILE, VALUE_DIM, STAGES)
+        v = wide.index(before % 2) if CODES else arrived(values, before, TILE, VALUE_DIM, STAGES)
         growing = warpgroup_mma(p, v, acc, use_acc=step > 1, is_async=True)
-        scores = warpgroup_mma_wait(num_outstanding=1, deps=(coming,))
-        _fetch(key_tiles, keys, key_full, batch, group, begin, 0, step + STAGES, count, TILE, STAGES)
+        if CODES:
+            widen(arrived(values, step, TILE, VALUE_DIM, STAGES), wide.index(step % 2), WARPS)
+            key_scale = keys[2].index(step % STAGES).reshape([TILE]).load(COLUMNS)
+            value_scale = values[2].index(step % STAGES).reshape([TILE]).load(COLUMNS)
+            upper, scores = warpgroup_mma_wait(num_outstanding=1, deps=(upper, coming))
+            scores = (upper * 256 + scores).to(gl.float32) * key_scale[None, :]
+            fetch(sources, (keys, values), batch, group, begin, (0, column), step + STAGES, count, TILE, STAGES)
+        else:
+            scores = warpgroup_mma_wait(num_outstanding=1, deps=(coming,))
+            fetch((sources[0],), (keys,), batch, group, begin, (0,), step + STAGES, count, TILE, STAGES)
         if step >= plain:
             # A tile with the tree. A value that is not finite reaches the nodes that see it, and no other by 0 x NaN.
-            broken = _mended(_arrived(values, value_full, step, TILE, VALUE_DIM, STAGES), NUMBER, WARPS)
+            if CODES:
+                value_scale, broken = mended(value_scale, COLUMNS)
+            else:
+                broken = _mended(arrived(values, step, TILE, VALUE_DIM, STAGES), NUMBER, WARPS)
             seen = _window(masks, visible_word, (begin + step) * TILE - length, used, exists, WORDS)
             total = gl.where((seen & broken) != 0, float("nan"), total)
-            slot = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))[None, :]
+            slot = gl.arange(0, TILE, COLUMNS)[None, :]
             low, high = (seen & 0xFFFFFFFF).to(gl.uint32)[:, None], (seen >> 32).to(gl.uint32)[:, None]
             seen = (gl.where(slot < 32, low, high) >> ((slot & 31) + _here(0)).to(gl.uint32)) & 1 != 0
             scores = gl.where(seen, scores, float("-inf"))
         weights, top, total, fade = _weigh(scores, factor, top, total)
-        # They are there; the branch keeps the assembler from moving the weights behind the products.
-        _arrived(values, value_full, before, TILE, VALUE_DIM, STAGES)
-        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(growing, p))
-        if step > 0:
-            free = before + STAGES
-            _fetch(value_tiles, values, value_full, batch, group, begin, column, free, count, TILE, STAGES)
+        if CODES:
+            weights *= value_scale[None, :]
+            acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(growing, p))
+        else:
+            # They are there; the branch keeps the assembler from moving the weights behind the products.
+            arrived(values, before, TILE, VALUE_DIM, STAGES)
+            acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(growing, p))
+            if step > 0:
+                free = before + STAGES
+                fetch((sources[1],), (values,), batch, group, begin, (column,), free, count, TILE, STAGES)
         acc *= gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
         p = gl.convert_layout(weights.to(NUMBER), WEIGHTS)
-    v = _arrived(values, value_full, count - 1, TILE, VALUE_DIM, STAGES)
+    v = wide.index((count - 1) % 2) if CODES else arrived(values, count - 1, TILE, VALUE_DIM, STAGES)
     acc = warpgroup_mma(p, v, acc, use_acc=count > 1)
 
     # Half the bytes: relative to the largest number of the row, which moves into the maximum.

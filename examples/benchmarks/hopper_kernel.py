@@ -21,6 +21,7 @@ def described(
     room, width = triton.next_power_of_2(groups), dim // plan.portions
     constants = {
         **dict.fromkeys(("visible_word", "length_batch"), 1),
+        **dict.fromkeys(("key_scale_tiles", "value_scale_tiles")),
         "GROUPS": groups,
         "ROOM": room,
         "KV_HEADS": kv_heads,

@@ -19,6 +19,9 @@ _SPECIALISED = {(128, False): (64, 4), (256, True): (64, 2), (512, True): (32, 2
 Where the kernel of compute capability 9 was faster on an H200; it takes others, too.
 """
 
+_SPECIALISED_CODES = {(128, False): (64, 3)}
+"""The same for INT8 keys and values, of which two work items share a multiprocessor."""
+
 _FEWEST = 33
 """Packed rows from which on tiles of 64 rows are not mostly padding."""
 
@@ -261,11 +264,12 @@ def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
     dim, groups = shape.dim, shape.heads // shape.kv_heads
     packed = shape.rows * (1 << (groups - 1).bit_length())  # the copy engine fetches queries of so many heads
     block, portions = 128 if packed > 64 else 64, 2 if dim > 256 else 1
-    if shape.dims[1] != dim or (dim, packed > 64) not in _SPECIALISED or shape.rows * groups < _FEWEST or groups > 64:
+    made_for, resident = (_SPECIALISED, 1) if shape.bytes_per_element > 1 else (_SPECIALISED_CODES, 2)
+    if shape.dims[1] != dim or (dim, packed > 64) not in made_for or shape.rows * groups < _FEWEST or groups > 64:
         return None
-    tile, stages = _SPECIALISED[dim, packed > 64]
+    tile, stages = made_for[dim, packed > 64]
     work = shape.batch * shape.kv_heads * portions * -(-packed // block)
-    splits = max(1, min(device.multiprocessors // work, -(-shape.slots // tile), _MOST_SPLITS))
+    splits = max(1, min(device.multiprocessors * resident // work, -(-shape.slots // tile), _MOST_SPLITS))
     return AttentionPlan(block, tile, splits, 0, block // 16, stages, portions, specialised=True)
 
 

@@ -60,8 +60,12 @@ def test_a_specialised_plan_fits_its_kernel(
     width = shape.dim // plan.portions
     assert shape.dims == (shape.dim, shape.dim)
     assert width <= 256, "sums of a row, in float32, fill the registers of the two threads that hold it"
-    bytes_of_tiles = 2 * plan.stages * plan.tile * (shape.dim + width)
-    assert 2 * plan.block * shape.dim + bytes_of_tiles + 2048 <= device.shared_memory
+    if shape.bytes_per_element > 1:
+        bytes_of_tiles = 2 * plan.stages * plan.tile * (shape.dim + width)
+        assert 2 * plan.block * shape.dim + bytes_of_tiles + 2048 <= device.shared_memory
+    else:
+        bytes_of_tiles = plan.stages * plan.tile * (shape.dim + width + 8) + 2 * 2 * plan.tile * width
+        assert 2 * (2 * plan.block * shape.dim + bytes_of_tiles + 2048) <= device.shared_memory
 
 
 def test_what_the_specialised_kernel_was_made_for() -> None:
@@ -72,6 +76,10 @@ def test_what_the_specialised_kernel_was_made_for() -> None:
         assert plan.specialised
         assert (plan.block, plan.portions, plan.split_tiles) == (block, portions, 0)
         assert 120 <= plan.splits * plan.portions * kv_heads <= 132
+        codes = dataclasses.replace(shape, bytes_per_element=1)
+        plan = _attention_plan.make_plan(codes, Device(), deterministic=False, specialised=True)
+        assert plan.specialised == (dim == 128)
+        assert not plan.specialised or 2 * 128 <= plan.splits * kv_heads <= 2 * 132
         alone = dataclasses.replace(shape, rows=1)
         assert not _attention_plan.make_plan(alone, Device(), deterministic=False, specialised=True).specialised
 

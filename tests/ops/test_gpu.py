@@ -195,6 +195,53 @@ def test_the_specialised_kernel_takes_what_is_not_finite_to_descendants_alone(
     assert any(plan.specialised for plan in specialised)
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("groups", "most"), [(1, 1), (1, 64), (3, 9), (4, 16), (8, 7)])
+def test_the_specialised_kernel_takes_codes(
+    dtype: torch.dtype, groups: int, most: int, specialised: list[_attention_plan.AttentionPlan]
+) -> None:
+    rng = random.Random(f"{dtype} {groups} {most}")
+    for _ in range(16):
+        faint = 1e-4 if dtype == torch.bfloat16 else 1e-2  # of weights times scales
+        call, stored = coded(drawn_for_hopper(rng, dtype, 128, groups, most), rng.choice([faint, 1.0, 300.0]))
+        expected, expected_lse = exact(call)
+        output, lse = ops.tree_attention(**stored, impl="triton", return_lse=True)
+        tolerance = 2 * TOLERANCE[dtype]  # weights times scales of rows are rounded once more
+        size = call["values"].double().nan_to_num(0.0).abs().max()
+        torch.testing.assert_close(output.double() / size, expected / size, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-3, atol=1e-3)
+    assert sum(plan.specialised for plan in specialised) >= 8
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs compute capability 9")
+@pytest.mark.parametrize("name", ["key_scales", "value_scales"])
+def test_the_specialised_kernel_takes_broken_scales_to_descendants_alone(
+    name: str, specialised: list[_attention_plan.AttentionPlan]
+) -> None:
+    rng = random.Random(name)
+    for _ in range(12):
+        call, stored = coded(drawn_for_hopper(rng, torch.bfloat16, 128, 4, 12), 1.0)
+        node = int(call["lengths"][0]) + rng.randrange(call["query"].shape[2])
+        stored[name][0, 0, node] = call[name.replace("_scales", "s")][0, 0, node, 1:] = torch.nan
+        expected = ops.tree_attention(**{**call, **unseen_are_zeros(call)}, impl="reference")
+        output = ops.tree_attention(**stored, impl="triton")
+        torch.testing.assert_close(output.double(), expected, rtol=3.2e-2, atol=3.2e-2, equal_nan=True)
+    assert any(plan.specialised for plan in specialised)
+
+
+def coded(call: dict[str, Any], size: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A call with values of some size as INT8 stands for them, and the same with codes; what is unused stays NaN."""
+    call, stored = dict(call), dict(call)
+    for name, factor in (("key", 1.0), ("value", size)):
+        unused = call[f"{name}s"].isnan().any(3, keepdim=True)
+        codes, scales = kv.Int8().encode(call[f"{name}s"].nan_to_num(0.0).float() * factor)
+        aligned = torch.nn.functional.pad(scales, (0, 0, 0, -scales.shape[2] % 4))[:, :, : scales.shape[2]]
+        call[f"{name}s"] = (codes.double() * scales).masked_fill(unused, torch.nan)
+        stored[f"{name}s"], stored[f"{name}_scales"] = codes, aligned.masked_fill_(unused, torch.nan)
+    return call, stored
+
+
 def unseen_are_zeros(call: dict[str, Any]) -> dict[str, Tensor]:
     """Numbers in float64; slots behind the tree of a batch row are zeros, and what is broken inside it stays."""
     wide = {name: call[name].double() for name in ("query", "keys", "values")}
