@@ -33,6 +33,16 @@ def _generation(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+@lru_cache
+def limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a thread block may have; those of an H100 in the interpreter."""
+    if device.type != "cuda":
+        return 132, 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return int(properties.multi_processor_count), int(shared)
+
+
 def launch_late(device: torch.device) -> dict[str, Any]:
     """Launch options of the later kernel."""
     return {"launch_pdl": True} if pdl(device) else {}
@@ -100,4 +110,14 @@ def tiles(rows: Tensor | None, width: int | None, tile: int) -> TensorDescriptor
     return TensorDescriptor.from_tensor(rows, [1, 1, tile, width])
 
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "hopper", "launch_late", "pdl", "specialised", "tiled", "tiles"]
+__all__ = [
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "hopper",
+    "launch_late",
+    "limits",
+    "pdl",
+    "specialised",
+    "tiled",
+    "tiles",
+]
