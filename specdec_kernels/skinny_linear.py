@@ -18,6 +18,7 @@ from torch import Tensor
 from specdec_kernels import interpreted
 from specdec_kernels._gate import gated
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, limits, pdl
+from specdec_kernels._rounding import STEP_BY_STEP
 
 DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes that the kernel takes; float32 in the interpreter alone, where there is no other to compare."""
@@ -110,6 +111,7 @@ def launch(call: Any) -> Tensor:
         LATE=pdl(rows.device),
         num_warps=WARPS,
         num_stages=plan.stages,
+        **STEP_BY_STEP,
         **launch_late(rows.device),
     )
     return output

@@ -49,6 +49,16 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype, gate: str | None) 
         assert not counters.any()
 
 
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_product_is_rounded_before_the_residual_is_added(dtype: torch.dtype, gate: str | None) -> None:
+    """As a model does; one instruction for the last product and the sum would not round in between."""
+    call = problem(16, 2048, 1024, dtype, gate, 1)
+    alone = ops.skinny_linear(**call, impl="triton")
+    residual = torch.randn_like(alone)
+    assert torch.equal(ops.skinny_linear(**call, residual=residual, impl="triton"), residual + alone)
+
+
 def test_many_in_a_graph() -> None:
     """Products one after the other, each set up while the one before still runs, share nothing but their inputs."""
     rows = torch.randn(16, 2048, device="cuda", dtype=torch.bfloat16)
@@ -87,3 +97,5 @@ def test_norms(dtype: torch.dtype, width: int, residual: bool) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         same = found == ops.rms_norm(rows, scale, 1e-6, residual=more, impl="reference")
         assert same.double().mean() > 0.999
+        if more is not None:  # rounded before the sum, as a model does
+            assert torch.equal(found, more + ops.rms_norm(rows, scale, 1e-6, impl="triton"))
