@@ -6,9 +6,7 @@ reads; the earlier one says early that it may be set up.
 Tile descriptors: the copy engine fetches a whole tile of a tensor, so that no thread computes addresses.
 """
 
-import importlib
 from functools import lru_cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,50 +22,28 @@ NARROWEST = 32
 
 def pdl(device: torch.device) -> bool:
     """Whether kernels on a device may be launched this way."""
-    return not interpreted() and torch.version.hip is None and _generation(device) >= 9
+    return not interpreted() and torch.version.hip is None and generation(device) >= 9
 
 
 @lru_cache
-def _generation(device: torch.device) -> int:
+def generation(device: torch.device) -> int:
     """First number of the compute capability; asked several times in each launch."""
     return torch.cuda.get_device_capability(device)[0]
+
+
+@lru_cache
+def limits(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a thread block may have; those of an H100 in the interpreter."""
+    if device.type != "cuda":
+        return 132, 227 * 1024
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return int(properties.multi_processor_count), int(shared)
 
 
 def launch_late(device: torch.device) -> dict[str, Any]:
     """Launch options of the later kernel."""
     return {"launch_pdl": True} if pdl(device) else {}
-
-
-def specialised(call: Any) -> bool:
-    """Whether `tree_attention_hopper` can attend: what it leaves out is not asked for, and its device is there.
-
-    Args:
-        call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
-    """
-    query, keys, values = call.query, call.keys, call.values
-    scales = call.key_scales, call.value_scales
-    plain = keys.dtype == values.dtype == query.dtype
-    return (
-        all(each is None for each in (call.blocks, call.starts, call.window, call.softcap))
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and (plain or (keys.dtype == values.dtype == torch.int8 and all(tiled(each, None) for each in scales)))
-        and call.scale > 0
-        and tiled(query, query.shape[3])
-        and tiled(keys, keys.shape[3])
-        and tiled(values, values.shape[3])
-        and pdl(query.device)
-        and _generation(query.device) == 9
-        and hopper() is not None
-    )
-
-
-@lru_cache
-def hopper() -> ModuleType | None:
-    """The kernel written in Gluon, or None for a triton that lacks what it needs."""
-    try:
-        return importlib.import_module("specdec_kernels.tree_attention_hopper")
-    except (ImportError, AttributeError):
-        return None
 
 
 def tiled(rows: Tensor | None, width: int | None) -> bool:
@@ -102,4 +78,13 @@ def tiles(rows: Tensor | None, width: int | None, tile: int) -> TensorDescriptor
     return TensorDescriptor.from_tensor(rows, [1, 1, tile, width])
 
 
-__all__ = ["gdc_launch_dependents", "gdc_wait", "hopper", "launch_late", "pdl", "specialised", "tiled", "tiles"]
+__all__ = [
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "generation",
+    "launch_late",
+    "limits",
+    "pdl",
+    "tiled",
+    "tiles",
+]

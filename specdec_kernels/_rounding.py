@@ -1,4 +1,4 @@
-"""Rounding on the bits of float32: no instruction is needed that some devices lack."""
+"""Rounding on the bits of float32, which needs no instruction that some devices lack; and rounding that stays."""
 
 import triton
 import triton.language as tl
@@ -6,6 +6,12 @@ import triton.language as tl
 _UNIT = tl.constexpr(1.5 * 2**23)  # added to a small number, this leaves its nearest integer, ties to even
 _TINY = tl.constexpr(2.0**14)  # added to a number below 2 ** -6, this leaves its E4M3 code
 _TINY_BITS = tl.constexpr((127 + 14) << 23)
+
+STEP_BY_STEP = {"enable_fp_fusion": False}
+"""Launch option: a product that is rounded to half precision and then added to a number stays rounded.
+
+Otherwise the compiler takes one instruction for both, which rounds once, and a model would not get its own numbers.
+"""
 
 
 @triton.jit

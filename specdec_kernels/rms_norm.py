@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
+from specdec_kernels._rounding import STEP_BY_STEP
 
 WIDEST = 16_384
 """Numbers of a row, which a program holds in registers."""
@@ -51,6 +52,7 @@ def launch(call: Any) -> Tensor:
         ROUNDED=call.scale.dtype == rows.dtype,
         LATE=pdl(rows.device),
         num_warps=min(16, max(1, padded // 512)),
+        **STEP_BY_STEP,
         **launch_late(rows.device),
     )
     return output

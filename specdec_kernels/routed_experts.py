@@ -10,7 +10,6 @@ for those of the second launch while the first still runs, gained nothing.
 The layout of the arguments is that of `specdec.ops.routed_experts`, which checks them.
 """
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels import interpreted
 from specdec_kernels._gate import gated
-from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, limits, pdl
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that the kernel takes."""
@@ -52,15 +50,6 @@ def refusal(call: Any) -> str:
     if any(weight.stride(2) != 1 for weight in (call.gate_up, call.down)):
         return f"weights whose rows are contiguous, not strides {call.gate_up.stride()} and {call.down.stride()}"
     return ""
-
-
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a thread block may have."""
-    if interpreted():
-        return 64 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 def _stages(plan: Plan, rows: int, first: bool, size: int, shared: int) -> int:
@@ -118,9 +107,7 @@ def launch(call: Any, up: Plan = UP, down: Plan = DOWN) -> Tensor:
                 CHUNK=FEW if tokens <= FEW else MANY,
                 LATE=pdl(device),
                 num_warps=plan.warps,
-                num_stages=_stages(
-                    plan._replace(step=step), rows, first, hidden.element_size(), _shared_memory(device)
-                ),
+                num_stages=_stages(plan._replace(step=step), rows, first, hidden.element_size(), limits(device)[1]),
                 **launch_late(device),
             )
         output = torch.empty_like(hidden, memory_format=torch.contiguous_format)

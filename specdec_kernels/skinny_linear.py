@@ -8,7 +8,6 @@ The layout of the arguments is that of `specdec.ops.skinny_linear`, which checks
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor
 
 from specdec_kernels import interpreted
 from specdec_kernels._gate import gated
-from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, limits, pdl
+from specdec_kernels._rounding import STEP_BY_STEP
 
 DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes that the kernel takes; float32 in the interpreter alone, where there is no other to compare."""
@@ -78,7 +78,7 @@ def launch(call: Any) -> Tensor:
     """
     rows = call.rows if call.rows.stride(1) == 1 else call.rows.contiguous()
     (count, inputs), outputs, residual = rows.shape, call.weight.shape[0], call.residual
-    multiprocessors, shared_memory = _device(rows.device)
+    multiprocessors, shared_memory = limits(rows.device)
     plan = make_plan(count, outputs, inputs, multiprocessors=multiprocessors, shared_memory=shared_memory)
     tiles = triton.cdiv(outputs, TILE)
     parts, counters = None, None
@@ -111,19 +111,10 @@ def launch(call: Any) -> Tensor:
         LATE=pdl(rows.device),
         num_warps=WARPS,
         num_stages=plan.stages,
+        **STEP_BY_STEP,
         **launch_late(rows.device),
     )
     return output
-
-
-@lru_cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a thread block may have."""
-    if device.type != "cuda":
-        return 132, 227 * 1024
-    properties = torch.cuda.get_device_properties(device)
-    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return int(properties.multi_processor_count), int(shared)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels._codes import columns, groups_of, read_rows, scale_strides
-from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, hopper, launch_late, pdl, specialised, tiled, tiles
+from specdec_kernels._hopper import hopper, specialised
+from specdec_kernels._launch import gdc_launch_dependents, gdc_wait, launch_late, pdl, tiled, tiles
 from specdec_kernels._split_sum import FAINTEST, LOG2E, combine, room_for
 from specdec_kernels._tile import ancestors, in_two_bytes, read_scales, tanh
 

@@ -221,13 +221,12 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     # Enough to be left when the rounds are profiled: where nothing may be committed, the tree is empty, and the rows of
     # an empty tree are all alike, which few experts serve.
     request = {"max_new_tokens": 100 * (generator.tree.nodes + 1), "do_sample": False, "pad_token_id": 0}
-    first, last = 10, 40
+    first, count = 10, 30
     list(itertools.islice(generator.rounds(prompt, **request), first))  # compiles and captures
     served = generator.rounds(prompt, **request)
     list(itertools.islice(served, first))
     start = time.perf_counter()
-    list(itertools.islice(served, last - first))
-    count = last - first
+    list(itertools.islice(served, count))
     wall = (time.perf_counter() - start) / count
     program: Any = generator._programs._program
     while program.pending:

@@ -14,6 +14,10 @@ RESIDUAL = {"specdec.skinny_linear": 3, "specdec.rms_norm": 2}
 """Operators that can add a residual to what they return, and which argument that is."""
 
 
+IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
+"""Functions of `operator` that write to their first argument."""
+
+
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function, compiled for one shape."""
     made: Callable[..., Any] = torch.compile(function, dynamic=False, backend=backend)
@@ -36,9 +40,12 @@ def lowered(module: fx.GraphModule, inputs: list[Any]) -> Any:
 def add_residuals(module: fx.GraphModule) -> int:
     """Lets operators of ours add what is added to their result and to nothing else of theirs; returns how many do.
 
-    `residual + product` becomes one operator with the same rounding, if both are alike in shape, dtype and device.
+    `residual + product` becomes one operator with the same rounding, if both are alike in shape, dtype and device. It
+    stands where the sum stood, so nothing may have been written in place since the product: it may have read that.
     """
     count = 0
+    order = {node: place for place, node in enumerate(module.graph.nodes)}
+    written = [place for node, place in order.items() if _writes(node)]
     for node in list(module.graph.nodes):
         if node.op != "call_function" or node.target not in (operator.add, torch.add):
             continue
@@ -48,12 +55,12 @@ def add_residuals(module: fx.GraphModule) -> int:
             place = RESIDUAL.get(str(product.target).removesuffix(".default"))
             if place is None or product is other or len(product.users) > 1 or product.args[place] is not None:
                 continue
-            if not _alike(product, other):
+            if not _alike(product, other) or any(order[product] < place < order[node] for place in written):
                 continue
             with module.graph.inserting_before(node):
                 arguments = (*product.args[:place], other, *product.args[place + 1 :])
                 joined = module.graph.call_function(product.target, arguments)
-            joined.meta = dict(node.meta)
+            joined.meta, order[joined] = dict(node.meta), order[node]
             node.replace_all_uses_with(joined)
             module.graph.erase_node(node)
             module.graph.erase_node(product)
@@ -61,6 +68,14 @@ def add_residuals(module: fx.GraphModule) -> int:
             break
     module.recompile()
     return count
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a node may change a tensor in place: by a name that says so, `+=` and the like, or `out=`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    trailing = name.endswith("_") and not name.endswith("__")
+    calls = node.op in ("call_function", "call_method")
+    return calls and (trailing or name in IN_PLACE or "out" in node.kwargs)
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:

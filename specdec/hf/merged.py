@@ -5,7 +5,8 @@ at a fraction of the speed of a large one. The queries', keys' and values' proje
 the gate and the up projection of an MLP, and all projections of a gated delta layer but the last. The twin shares
 every module and weight with the model, but for these: their weights are copied into one matrix each. Where its kernel
 runs, `ops.skinny_linear` multiplies (see `skinny`). Experts are run by `ops.routed_experts` where it computes the same
-(see `experts`), with the weights that they have. The model itself stays as it is.
+(see `experts`), with the weights that they have, and norms of whole states by `ops.rms_norm` (see `norms`). The model
+itself stays as it is.
 """
 
 import copy

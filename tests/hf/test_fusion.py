@@ -28,12 +28,30 @@ def twice(given: Tensor) -> Tensor:
     return given + found + found.sin()
 
 
+def written(given: Tensor) -> Tensor:
+    """A product whose input changes before the sum."""
+    rows = given.clone()
+    found = product(rows)
+    rows.mul_(2)
+    return given + found + rows
+
+
+def replaced(given: Tensor) -> Tensor:
+    rows = given.clone()
+    found = product(rows)
+    rows[:, 0] = 0.0
+    rows += 1.0
+    return given + found + rows
+
+
 CASES: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "behind": (lambda given: given + product(given), 1),
     "before": (lambda given: product(given) + given, 1),
     "a chain": (lambda given: (given + product(given)) + normal(given + product(given)), 3),
     "two products": (lambda given: product(given) + product(given.sin()), 1),
     "needed elsewhere": (twice, 0),
+    "an input that changes": (written, 0),
+    "an input that is written to": (replaced, 0),
     "a number": (lambda given: product(given) + 1.0, 0),
     "another shape": (lambda given: product(given) + given[:, :1], 0),
     "another dtype": (lambda given: product(given) + given.float(), 0),

@@ -95,12 +95,13 @@ def test_an_mlp_is_told_by_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> 
     """Names do not make an MLP: one that swaps the gate, asks for more, or knows another activation stays as it is."""
     monkeypatch.setattr(skinny, "serves", lambda weight: weight.dim() == 2)
 
-    class Swapped(type(tiny_model("llama").model.layers[0].mlp)):  # type: ignore[misc]
+    class Swapped(type(tiny_model("llama").model.layers[0].mlp)):  # type: ignore[misc]  # a base known when it runs
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))  # type: ignore[no-any-return]
+            output: torch.Tensor = self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+            return output
 
     class Asking(Swapped):
-        def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        def forward(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # as it is meant
             return super().forward(x) + more
 
     model = tiny_model("llama")

@@ -25,8 +25,9 @@ SUMS = {"llama": 2, "qwen2": 2, "gemma3": 2, "gemma4_moe": 3, "qwen3_moe": 1}
 """Families, and the sums of a layer that an operator of ours takes over: experts are another operator."""
 
 
-@pytest.mark.parametrize("rows", [7, 16, 64, 100])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [(torch.bfloat16, 16), (torch.bfloat16, 64), (torch.bfloat16, 100), (torch.float16, 7)]
+)
 @pytest.mark.parametrize("family", SUMS)
 def test_a_twin_is_as_near_to_float64_as_the_model(
     family: str, dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -61,5 +62,6 @@ def test_a_twin_is_as_near_to_float64_as_the_model(
     assert sum(joined) == (SUMS[family] * layers if rows <= 64 else 0)
     exact = logits(model.double())
     scale = exact.norm()
+    # Both round as often, by as much, only elsewhere; half as much again is for chance.
     assert (own - exact).norm() / scale < 0.1, "rounding hides everything"
     assert (ours - exact).norm() < 1.5 * (own - exact).norm()

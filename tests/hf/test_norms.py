@@ -50,7 +50,7 @@ def test_another_module_is_none() -> None:
             return self.weight * centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + self.eps)
 
     class Asking(Shifted):
-        def forward(self, given: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        def forward(self, given: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]  # as it is meant
             return super().forward(given) * gate
 
     for module in (Shifted(), Asking(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Embedding(8, 8)):

@@ -98,7 +98,7 @@ def compare(call: dict[str, Any], tolerance: float, **options: Any) -> None:
 def test_shapes(dtype: torch.dtype, part: int) -> None:
     rng = random.Random(f"{dtype} {part}")
     for number in range(SHAPES // (PARTS * len(TOLERANCE)) + 1):
-        build = PARTS * (number // 4) + part
+        build = PARTS * (number // 6) + part
         compare(draw(rng, dtype, build=build), TOLERANCE[dtype], deterministic=number % 4 == 3)
 
 
@@ -268,7 +268,7 @@ def unseen_are_zeros(call: dict[str, Any]) -> dict[str, Tensor]:
 def test_stored_numbers(codecs: Any, dtype: torch.dtype) -> None:
     rng = random.Random(repr(codecs))
     for number in range(12):
-        call = draw(rng, dtype, longest=4000, build=number // 3)
+        call = draw(rng, dtype, longest=4000, build=number // 4)
         stored = dict(call)
         for name, codec in zip(("key", "value"), codecs, strict=True):
             parts = codec.encode(call[f"{name}s"].nan_to_num(0.0))

@@ -13,6 +13,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Two and four steps at 1: gates, their activation, the product and a sum with a residual are each rounded by half."""
+
 SHAPES = ((6144, 4096), (2048, 5120), (2816, 4096), (576, 1536), (49_152, 576), (70, 100))
 """Of weights: no split, splits of four and three, few outputs, many, and sizes that are no multiples of anything."""
 
@@ -45,6 +47,16 @@ def test_products(shape: tuple[int, int], dtype: torch.dtype, gate: str | None) 
         torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         assert torch.equal(found, ops.skinny_linear(**call, counters=counters, impl="triton"))
         assert not counters.any()
+
+
+@pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_product_is_rounded_before_the_residual_is_added(dtype: torch.dtype, gate: str | None) -> None:
+    """As a model does; one instruction for the last product and the sum would not round in between."""
+    call = problem(16, 2048, 1024, dtype, gate, 1)
+    alone = ops.skinny_linear(**call, impl="triton")
+    residual = torch.randn_like(alone)
+    assert torch.equal(ops.skinny_linear(**call, residual=residual, impl="triton"), residual + alone)
 
 
 def test_many_in_a_graph() -> None:
@@ -85,3 +97,5 @@ def test_norms(dtype: torch.dtype, width: int, residual: bool) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         same = found == ops.rms_norm(rows, scale, 1e-6, residual=more, impl="reference")
         assert same.double().mean() > 0.999
+        if more is not None:  # rounded before the sum, as a model does
+            assert torch.equal(found, more + ops.rms_norm(rows, scale, 1e-6, impl="triton"))

@@ -278,6 +278,13 @@ def test_the_plan_fills_a_device(rows: int, outputs: int, inputs: int, multiproc
 
 
 @kernel
+def test_op_and_kernel_agree_on_sizes() -> None:
+    """Neither may import the other; counters, interleaved weights and refusals depend on both."""
+    module, op = kernels(), importlib.import_module("specdec.ops.skinny_linear")
+    assert (module.TILE, module.MOST_ROWS) == (op.TILE, op.MOST_ROWS)
+
+
+@kernel
 def test_plans_by_example() -> None:
     module = kernels()
 

@@ -98,7 +98,7 @@ def stored(codec: KVCodec, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=kernel)])
 @pytest.mark.parametrize(("key_codec", "value_codec"), [(kv.Int8(), kv.Int8()), (kv.FP8(), None), (None, kv.FP8())])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(**cases(padded=False, slack=0))
 def test_stored_numbers_are_read_with_their_scales(
     impl: ops.Impl, key_codec: KVCodec | None, value_codec: KVCodec | None, **inputs: Any
@@ -131,7 +131,7 @@ def test_any_cut_of_the_work_gives_the_same(splits: int, block: int, monkeypatch
         "dim": 20,
         "value_dim": 24,
     }
-    for seed, window, sinks in itertools.product(range(2), (None, 6), (False, True)):
+    for seed, (window, sinks) in enumerate(itertools.product((None, 6), (False, True))):
         found = problem(seed, **sizes, window=window, sinks=sinks, padded=True)
         close(found, lambda call: call, "triton", ROUNDING[torch.float32])
 
