@@ -113,11 +113,12 @@ def main() -> None:
             name = shape if forms == BF16 else f"{shape}.{'_'.join(dict.fromkeys(forms))}"
             print(f"{target:8}{name:26}{found}", flush=True)
             figures |= described(target, name, found)
-    for shape in arguments.shape or SHAPES:
-        found = specialised_resources(shape) if "sm_90" in (arguments.target or TARGETS) else None
+    for shape, codes in itertools.product(arguments.shape or SHAPES, (False, True)):
+        found = specialised_resources(shape, codes=codes) if "sm_90" in (arguments.target or TARGETS) else None
         if found is not None:
-            print(f"{'sm_90':8}{f'{shape}.specialised':26}{found}", flush=True)
-            figures |= described("sm_90", f"{shape}.specialised", found)
+            name = f"{shape}.int8.specialised" if codes else f"{shape}.specialised"
+            print(f"{'sm_90':8}{name:26}{found}", flush=True)
+            figures |= described("sm_90", name, found)
     for target, nodes in itertools.product(arguments.target or TARGETS, () if arguments.shape else (16, 32, 64)):
         found = delta_resources(target, nodes)
         print(f"{target:8}{f'delta.t{nodes}':26}{found}", flush=True)
@@ -168,9 +169,9 @@ def resources(target: str, shape: str, forms: tuple[str, str] = BF16) -> Resourc
     return taken(target, compiled)
 
 
-def specialised_resources(shape: str) -> Resources | None:
+def specialised_resources(shape: str, *, codes: bool) -> Resources | None:
     """Compiles the attention kernel of compute capability 9 for one shape, or None if it is not for that shape."""
-    problem = hopper_kernel.described(*SHAPES[shape])
+    problem = hopper_kernel.described(*SHAPES[shape], codes=codes)
     if problem is None:
         return None
     kernel, types, constants, warps = problem
