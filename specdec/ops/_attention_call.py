@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import ShapeError
 from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._attention_plan import AttentionShape
+from specdec.ops._checks import demands
 from specdec.ops._stored_rows import StoredRows
 
 
@@ -55,10 +55,7 @@ class AttentionCall:
         blocks, softcap = self.blocks, self.softcap
         window: Any = self.window
 
-        def demand(condition: bool, message: str) -> None:
-            if not condition:
-                raise ShapeError(f"tree_attention: {message}.")
-
+        demand = demands("tree_attention")
         for name in ("query", "keys", "values", "visible", "lengths"):
             given: Any = getattr(self, name)
             demand(isinstance(given, Tensor), f"{name} must be a tensor, got {type(given).__name__}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import unpack
+from specdec.ops._checks import demands
 
 
 def causal_conv_tree(
@@ -133,11 +134,7 @@ def _check(
     out: Tensor | None,
 ) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"causal_conv_tree: {message}.")
-
+    demand = demands("causal_conv_tree")
     demand(inputs.dim() == 3, f"inputs must be [batch, nodes, channels], got {list(inputs.shape)}")
     batch, nodes, channels = inputs.shape
     demand(

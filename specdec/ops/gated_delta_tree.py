@@ -27,6 +27,7 @@ from torch import Tensor
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import unpack
+from specdec.ops._checks import demands
 
 EPSILON = 1e-6
 """What the models add to the square of a key's or query's length before they divide by it."""
@@ -283,11 +284,7 @@ def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
 
 def _check(call: DeltaCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"gated_delta: {message}.")
-
+    demand = demands("gated_delta")
     state = call.state
     demand(state.dim() == 4, f"state must be [batch, heads, key_dim, value_dim], got {list(state.shape)}")
     if state.dtype not in STATES:

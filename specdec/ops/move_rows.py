@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import demands
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_BUFFERS = 8
@@ -86,11 +87,7 @@ def _in_words(buffer: Tensor) -> Tensor:
 
 def _check(buffers: tuple[Tensor, ...], nodes: Tensor, counts: Tensor, lengths: Tensor) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"move_rows: {message}.")
-
+    demand = demands("move_rows")
     demand(0 < len(buffers) <= MOST_BUFFERS, f"there must be 1 to {MOST_BUFFERS} buffers, got {len(buffers)}")
     demand(nodes.dim() == 2, f"nodes must be [batch, path], got {list(nodes.shape)}")
     batch = nodes.shape[0]

@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import demands
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,11 +77,7 @@ def norm(given: Tensor, scale: Tensor, eps: float, residual: Tensor | None) -> T
 
 def _check(call: NormCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"rms_norm: {message}.")
-
+    demand = demands("rms_norm")
     rows, scale, residual = call.rows, call.scale, call.residual
     demand(
         rows.dim() == 2,

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch, _gate
+from specdec.ops._checks import demands
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,11 +104,7 @@ def _times(matrices: Tensor, rows: Tensor, wide: torch.dtype) -> Tensor:
 
 def _check(call: ExpertCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"routed_experts: {message}.")
-
+    demand = demands("routed_experts")
     _gate.known("routed_experts", "activation", call.activation)
     demand(
         call.hidden.dim() == 2,

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch, _gate
+from specdec.ops._checks import demands
 
 MOST_ROWS = 64
 """Rows that the kernel takes."""
@@ -133,11 +134,7 @@ def linear(
 
 def _check(call: SkinnyCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"skinny_linear: {message}.")
-
+    demand = demands("skinny_linear")
     rows, weight, counters = call.rows, call.weight, call.counters
     if call.gate is not None:
         _gate.known("skinny_linear", "gate", call.gate)

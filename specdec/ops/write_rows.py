@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import demands
 from specdec.ops._stored_rows import PLAIN, form_of
 from specdec.ops.hadamard import hadamard
 from specdec.ops.quantize import NVFP4_GROUP, to_fp8, to_int4, to_int8, to_nvfp4
@@ -149,11 +150,7 @@ def _write(side: Side, slots: Tensor) -> None:
 
 def _check(sides: tuple[Side, Side], slots: Tensor) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"write_rows: {message}.")
-
+    demand = demands("write_rows")
     lead = sides[0].rows.shape[:3]
     for side in sides:
         name, rows, parts = side.name, side.rows, side.parts
