@@ -56,20 +56,12 @@ class AttentionCall:
         window: Any = self.window
 
         demand = demands("tree_attention")
-        for name in ("query", "keys", "values", "visible", "lengths"):
-            given: Any = getattr(self, name)
-            demand(isinstance(given, Tensor), f"{name} must be a tensor, got {type(given).__name__}")
         demand(query.is_floating_point(), f"query must hold floating-point numbers, got {query.dtype}")
         demand(query.dim() == 4, f"query must be [batch, heads, rows, dim], got {list(query.shape)}")
         batch, heads, rows, dim = query.shape
         lead = "[pages, kv_heads, page" if blocks is not None else "[batch, kv_heads, slots"
         stored = {"key": self.key_rows, "value": self.value_rows}
         for name, side in stored.items():
-            kinds = [type(scale).__name__ for scale in side.scales]
-            demand(
-                all(isinstance(scale, Tensor) for scale in side.scales),
-                f"{name}_scales must be a tensor, a pair of tensors or None, got {kinds}",
-            )
             form = side.form if side.scales or side.codes.dtype == query.dtype else ""
             demand(
                 form != "",
@@ -116,8 +108,8 @@ class AttentionCall:
             ("depths", depths, [batch, pending]),
             ("sinks", self.sinks, [heads]),
         ):
-            came = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            demand(given is None or came == shape, f"{name} must be a tensor {shape}, got {came}")
+            came = shape if given is None else list(given.shape)
+            demand(came == shape, f"{name} must be a tensor {shape}, got {came}")
         demand(
             blocks is None or (blocks.dim() == 2 and blocks.shape[0] == batch),
             f"blocks must be [{batch}, blocks per row]",
@@ -161,4 +153,4 @@ class AttentionCall:
 def _parts(scales: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
     if scales is None:
         return ()
-    return scales if isinstance(scales, tuple) else (scales,)
+    return (scales,) if isinstance(scales, Tensor) else tuple(scales)

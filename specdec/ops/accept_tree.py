@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import WORD, unpack
+from specdec.ops._checks import record_of, tensors
 from specdec.ops._dispatch import Impl
 
 
@@ -87,6 +88,9 @@ def accept_tree(
         >>> state.tokens.tolist(), state.lengths.tolist(), state.cached.tolist(), state.remaining.tolist()
         ([[7, 8, 3, 0]], [3], [2], [7])
     """
+    tree = {"tokens": tokens, "parents": parents, "num_nodes": num_nodes, "visible": visible, "depths": depths}
+    tensors("accept_tree", tree | {"chosen": chosen, "stops": stops})
+    record_of("accept_tree", "state", state, TextState)
     batch, nodes = tokens.shape
     expected = {
         "parents": (parents, (batch, nodes)),

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import unpack
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, tensors
 
 
 def causal_conv_tree(
@@ -58,6 +58,8 @@ def causal_conv_tree(
         >>> ops.causal_conv_tree(inputs, torch.ones(1, 3), history, visible, activation=None).flatten().tolist()
         [31.0, 13.0, 15.0]
     """
+    required = {"inputs": inputs, "weight": weight, "history": history, "ancestors": ancestors}
+    tensors("causal_conv_tree", required, {"bias": bias, "path": path, "counts": counts, "out": out})
     _check(inputs, weight, history, ancestors, bias, path, counts, out)
     if activation not in ("silu", "swish", None):
         raise UnsupportedError(f"causal_conv_tree: activation must be 'silu', 'swish' or None, got {activation!r}.")
@@ -95,6 +97,7 @@ def conv_fold(
         >>> history.tolist()
         [[[2.0, 3.0, 4.0]]]
     """
+    tensors("conv_fold", {"history": history, "path": path, "counts": counts})
     _check_path("conv_fold", path, counts, history.shape[0], history.shape[1])
     columns = history.shape[2]
     index = counts[:, None] + torch.arange(columns, device=history.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, several, tensors
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_BUFFERS = 8
@@ -53,6 +53,8 @@ def move_rows(
         >>> keys.flatten().tolist()
         [0.0, 1.0, 2.0, 4.0, 5.0, 5.0, 6.0]
     """
+    several("move_rows", "buffers", buffers)
+    tensors("move_rows", {"nodes": nodes, "counts": counts, "lengths": lengths})
     _check(buffers, nodes, counts, lengths)
     kernel: Any = _dispatch.choose("move_rows", impl, nodes.device)
     filled = tuple(buffer for buffer in buffers if buffer.numel())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +53,7 @@ def rms_norm(
         >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.5)  # a mean square of 12.5, and a half
         tensor([[0.8321, 1.1094]])
     """
+    tensors("rms_norm", {"rows": rows, "scale": scale}, {"residual": residual})
     call = NormCall(rows, scale, eps, residual)
     _check(call)
     if rows.numel() == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch, _gate
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +70,8 @@ def routed_experts(
         >>> [round(number, 1) for number in found.flatten().tolist()]  # 9 (1 + 2) / 2, then 18 * 4 of expert 1 alone
         [13.5, 72.0]
     """
+    given = {"hidden": hidden, "chosen": chosen, "weights": weights, "gate_up": gate_up, "down": down}
+    tensors("routed_experts", given)
     call = ExpertCall(hidden, chosen, weights, gate_up, down, activation)
     _check(call)
     if 0 in (hidden.numel(), chosen.numel(), gate_up.numel()):

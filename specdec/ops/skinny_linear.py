@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch, _gate
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, tensors
 
 MOST_ROWS = 64
 """Rows that the kernel takes."""
@@ -80,6 +80,8 @@ def skinny_linear(
         >>> torch.allclose(found, torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T), atol=1e-5)
         True
     """
+    optional = {"bias": bias, "residual": residual, "counters": counters}
+    tensors("skinny_linear", {"rows": rows, "weight": weight}, optional)
     call = SkinnyCall(rows, weight, bias, gate, residual, counters)
     _check(call)
     kernel: Any = _dispatch.choose("skinny_linear", impl, rows.device, rows, weight, bias, residual)
@@ -108,6 +110,7 @@ def interleave_gate(gate: Float[Tensor, "outputs ..."], up: Float[Tensor, "outpu
         >>> ops.interleave_gate(torch.zeros(64, 1), torch.ones(64, 1))[:, 0].unflatten(0, (-1, 32))[:, 0]
         tensor([0., 1., 0., 1.])
     """
+    tensors("interleave_gate", {"gate": gate, "up": up})
     if gate.shape != up.shape or gate.dim() == 0 or gate.shape[0] % GATE_BLOCK:
         raise ShapeError(
             f"interleave_gate: gate and up must be alike, with a multiple of {GATE_BLOCK} rows, "

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, several, tensors
 from specdec.ops._stored_rows import PLAIN, form_of
 from specdec.ops.hadamard import hadamard
 from specdec.ops.quantize import NVFP4_GROUP, to_fp8, to_int4, to_int8, to_nvfp4
@@ -64,6 +64,9 @@ def write_rows(
         >>> keys[0, 0].tolist(), values[0, 0].tolist()
         ([[0, 0], [0, 0], [127, -64], [0, 0]], [[0.0, 0.0], [0.0, 0.0], [1.0, -0.5], [0.0, 0.0]])
     """
+    tensors("write_rows", {"keys": keys, "values": values, "slots": slots})
+    several("write_rows", "key_parts", key_parts)
+    several("write_rows", "value_parts", value_parts)
     sides = Side("key", keys, key_parts, rotate_keys), Side("value", values, value_parts, rotate_values)
     _check(sides, slots)
     kernel: Any = _dispatch.choose("write_rows", impl, slots.device)
