@@ -92,6 +92,10 @@ class AttentionCall:
             visible.dtype == torch.int64,
             f"visible must be int64 bit masks, got {visible.dtype}; use trees.topology.pack",
         )
+        demand(
+            depths is None or depths.dim() == 2,
+            f"depths must be [{batch}, pending], got {list(depths.shape) if depths is not None else None}",
+        )
         pending = rows if depths is None else depths.shape[-1]
         demand(
             pending >= rows,

@@ -91,8 +91,11 @@ def accept_tree(
     tree = {"tokens": tokens, "parents": parents, "num_nodes": num_nodes, "visible": visible, "depths": depths}
     tensors("accept_tree", tree | {"chosen": chosen, "stops": stops})
     record_of("accept_tree", "state", state, TextState)
+    if tokens.dim() != 2:
+        raise ShapeError(f"accept_tree: tokens must be int64 [batch, nodes], got {tokens.dtype} {list(tokens.shape)}.")
     batch, nodes = tokens.shape
     expected = {
+        "tokens": (tokens, (batch, nodes)),
         "parents": (parents, (batch, nodes)),
         "num_nodes": (num_nodes, (batch,)),
         "visible": (visible, (batch, nodes, -(-nodes // WORD))),

@@ -98,6 +98,8 @@ def conv_fold(
         [[[2.0, 3.0, 4.0]]]
     """
     tensors("conv_fold", {"history": history, "path": path, "counts": counts})
+    if history.dim() != 3:
+        raise ShapeError(f"conv_fold: history must be [batch, channels, columns], got {list(history.shape)}.")
     _check_path("conv_fold", path, counts, history.shape[0], history.shape[1])
     columns = history.shape[2]
     index = counts[:, None] + torch.arange(columns, device=history.device)
@@ -146,7 +148,7 @@ def _check(
     )
     taps = weight.shape[1]
     demand(
-        history.shape[:2] == (batch, channels) and history.shape[2] >= taps - 1,
+        history.dim() == 3 and history.shape[:2] == (batch, channels) and history.shape[2] >= taps - 1,
         f"history must be [{batch}, {channels}, {taps - 1} or more columns], got {list(history.shape)}",
     )
     words = [batch, nodes, -(-nodes // 64)]

@@ -157,7 +157,7 @@ def gated_delta_tree(
     for name, record in (("path", path), ("out", out)):
         if record is not None:
             record_of("gated_delta_tree", name, record, DeltaRecord)
-    scale = key.shape[-1] ** -0.5 if scale is None else scale
+    scale = max(1, key.shape[-1:].numel()) ** -0.5 if scale is None else scale  # shapes are checked next
     call = DeltaCall(state, query, key, value, decay, beta, ancestors, path, counts, scale, normalize, value_first, out)
     _check(call)
     kernel = _kernel(call, impl)

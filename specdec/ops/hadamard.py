@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specdec.errors import ShapeError
 from specdec.ops._checks import tensors
 
 
@@ -19,7 +20,7 @@ def hadamard(rows: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead dim"]:
         rows: any shape; the last dimension is rotated.
 
     Raises:
-        ShapeError: for rows that are no tensor.
+        ShapeError: for rows that are no tensor, or a single number.
 
     Example:
         >>> import torch
@@ -28,6 +29,8 @@ def hadamard(rows: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead dim"]:
         tensor([1., 1., 1., 1.])
     """
     tensors("hadamard", {"rows": rows})
+    if rows.dim() == 0:
+        raise ShapeError("hadamard: rows must be [..., dim], got a single number.")
     dim = rows.shape[-1]
     size = dim & -dim
     result = rows.to(torch.promote_types(rows.dtype, torch.float32))

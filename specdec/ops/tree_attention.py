@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import pack, unpack
 from specdec.ops._attention_call import AttentionCall
@@ -115,7 +115,7 @@ def tree_attention(
         blocks=blocks,
         key_scales=key_scales,
         value_scales=value_scales,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        scale=max(1, query.shape[-1:].numel()) ** -0.5 if scale is None else scale,  # shapes are checked next
         window=window,
         softcap=softcap,
         sinks=sinks,
@@ -161,6 +161,8 @@ def split_kv_attention(
         torch.Size([1, 4, 1, 16])
     """
     tensors("split_kv_attention", {"query": query, "keys": keys, "values": values, "lengths": lengths})
+    if query.dim() != 4:
+        raise ShapeError(f"split_kv_attention: query must be [batch, heads, rows, dim], got {list(query.shape)}.")
     visible = chain_mask(query.shape[2], query.device).expand(query.shape[0], -1, -1)
     return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]  # handed on
 

@@ -1,4 +1,4 @@
-"""What is no tensor is refused by every op that takes tensors, by name and before anything runs."""
+"""What is no tensor, or has other dimensions, is refused by every op by name; the former before anything runs."""
 
 import dataclasses
 import inspect
@@ -175,6 +175,33 @@ def test_errors_say_what_to_do() -> None:
         _checks.tensors("op", {"rows": None})
     with pytest.raises(ShapeError, match=r"of ops\.DeltaRecord, got tuple; it is made of keys, updates, decays"):
         _checks.record_of("op", "path", (), ops.DeltaRecord)
+
+
+PLACES = [
+    (op, argument)
+    for op, argument in ARGUMENTS
+    if isinstance(CALLS[op][argument], Tensor)
+    and op != "hadamard"  # takes any number of them
+    and (op != "split_kv_attention" or argument == "query")  # hands on all others
+]
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a number": lambda tensor: tensor.flatten()[0],
+    "fewer": lambda tensor: tensor[0],
+    "more": lambda tensor: tensor[None],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("op", "argument"), PLACES)
+def test_another_number_of_dimensions_is_refused(op: str, argument: str, change: str) -> None:
+    call = {**CALLS[op], argument: CHANGES[change](CALLS[op][argument])}
+    with pytest.raises(ShapeError, match=rf"^{op.removesuffix('_tree').removesuffix('_fold')}.*: .*{argument}"):
+        inspect.unwrap(getattr(ops, op))(**call)
+
+
+def test_a_number_is_not_rotated() -> None:
+    with pytest.raises(ShapeError, match=r"hadamard: rows must be \[\.\.\., dim\], got a single number"):
+        inspect.unwrap(ops.hadamard)(torch.tensor(1.0))
 
 
 def _raw(rows: Any) -> None:
