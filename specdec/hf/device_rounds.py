@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig
-from transformers.generation import stopping_criteria
 
 from specdec import ops
 from specdec.control import Always
@@ -57,12 +57,7 @@ class Programs:
         text = ledger.sequences().to(device)
         longest = max(int(target.lengths.max()), text.shape[1]) + int(ledger.remaining.max())
         slots = capacity(longest, draft.nodes + 1)
-        stops = sorted(
-            token
-            for item in ledger.criteria
-            if type(item) is stopping_criteria.EosTokenCriteria
-            for token in item.eos_token_id.flatten().tolist()
-        )
+        stops = ledger.stop_tokens
         state = ops.TextState(
             tokens=torch.nn.functional.pad(text, (0, slots - text.shape[1])),
             lengths=torch.full((batch,), text.shape[1], dtype=torch.int64, device=device),
@@ -211,27 +206,37 @@ def device_rounds(
     batch = first.shape[0]
     ledger.commit(first[:, 0], ledger.active)
     now = time.perf_counter()
-    yield _round(0, tree_of_prompt, torch.full((batch, 1), -1), first, 0, now - mark)
+    yield Round(
+        index=0,
+        tree=tree_of_prompt,
+        path=torch.full((batch, 1), -1),
+        num_accepted=torch.zeros(batch, dtype=torch.int64),
+        committed=first,
+        num_committed=torch.ones(batch, dtype=torch.int64),
+        budget=0,
+        times=StageTimes(verify=now - mark),
+    )
     if not bool(ledger.active.any()):
         return
     draft = device_form(drafter, tree, nodes, ledger.temperature or 1.0)
     program = programs.get(target, ledger, draft, choose, generator=generator, capture=capture, compiled=compiled)
     lengths, width = target.lengths.tolist(), program.cache.width
-    index, before = 0, [False] * batch
+    index, before, stopped = 0, [False] * batch, [False] * batch
     mark = time.perf_counter()
-    while bool(ledger.active.any()):
+    while not all(stopped):
         while program.pending < AHEAD and program.cache.fits(min(lengths), max(lengths) + program.pending * width):
             program.launch()
         record = program.read()
         index += 1
-        lengths = [length + count for length, count in zip(lengths, record.counts, strict=True)]
-        committed, counts = _commit(ledger, record)
+        found = record.counts.tolist()
+        lengths = [length + count for length, count in zip(lengths, found, strict=True)]
+        counts = ledger.extend(record.committed.tolist(), found)
         stopped = [not running for running in ledger.active.tolist()]
         if stopped != before and not all(stopped):
             program.stop(stopped)
         before = stopped
         now = time.perf_counter()
-        yield _round_of(index, record, committed, counts, nodes, now - mark)
+        yield _round_of(index, record, counts, nodes, now - mark)
         mark = time.perf_counter()
 
 
@@ -253,50 +258,35 @@ def chooser(processors: list[Any], *, greedy: bool, generator: torch.Generator |
     return choose
 
 
-def _commit(ledger: TokenLedger, record: RoundRecord) -> tuple[Tensor, list[int]]:
-    """Commits what a round found, a token of each row at a time; returns the tokens and how many each row took."""
-    most = max(1, *record.counts)
-    counts = [0] * len(record.counts)
-    for step in range(max(record.counts)):
-        rows = ledger.active & torch.tensor([count > step for count in record.counts])
-        ledger.commit(torch.tensor([row[step] for row in record.committed]), rows)
-        counts = [count + taken for count, taken in zip(counts, rows.tolist(), strict=True)]
-    tokens = torch.tensor([row[:most] for row in record.committed])
-    return tokens.masked_fill(torch.arange(most) >= torch.tensor(counts)[:, None], -1), counts
-
-
-def _round_of(
-    index: int, record: RoundRecord, committed: Tensor, counts: list[int], budget: int, seconds: float
-) -> Round:
-    """The public record of a device round."""
-    children = []
-    for row, count in enumerate(counts):
-        drafts = list(zip(record.parents[row], record.tokens[row], strict=True))
-        nodes = {drafts[node]: node for node in range(1, record.num_nodes[row])}
-        steps = zip(record.path[row][:count], record.committed[row][:count], strict=True)
-        taken = [nodes.get(step, -1) for step in steps]
-        children.append(taken + [-1] * (committed.shape[1] - count))
+def _round_of(index: int, record: RoundRecord, counts: list[int], budget: int, seconds: float) -> Round:
+    """The public record of a device round, of which each row kept so many tokens."""
+    kept, rows = np.array(counts), np.arange(len(counts))
     # Rows that stopped take no part, whatever the device went on to draft for them.
-    num_nodes = torch.tensor([nodes if count else 1 for nodes, count in zip(record.num_nodes, counts, strict=True)])
-    tokens, parents = torch.tensor(record.tokens), torch.tensor(record.parents)
-    padding = torch.arange(tokens.shape[1]) >= num_nodes[:, None]
+    sizes = np.where(kept > 0, record.num_nodes, 1)
+    padding = np.arange(record.tokens.shape[1]) >= sizes[:, None]
+    tokens = np.where(padding, record.tokens[:, :1], record.tokens)
+    parents = np.where(padding, -1, record.parents)
+    most = max(1, *counts)
+    committed = np.where(np.arange(most) < kept[:, None], record.committed[:, :most], -1)
+    # The node of a token is the next of the path; behind the last, only a stop leaves one that was drafted.
+    path = np.full((len(counts), most), -1)
+    path[:, :-1] = np.where(np.arange(1, most) < kept[:, None], record.path[:, 1:most], -1)
+    last = np.maximum(kept - 1, 0)
+    drafted = (parents == record.path[rows, last][:, None]) & (tokens == committed[rows, last][:, None])
+    path[rows, last] = np.where(drafted.any(1) & (kept > 0), drafted.argmax(1), -1)
     tree = DraftTree(
-        tokens=torch.where(padding, tokens[:, :1], tokens),
-        parents=parents.masked_fill(padding, -1),
-        num_nodes=num_nodes,
-        scores=torch.zeros(tokens.shape).masked_fill(padding, -torch.inf),
+        tokens=torch.from_numpy(tokens),
+        parents=torch.from_numpy(parents),
+        num_nodes=torch.from_numpy(sizes),
+        scores=torch.from_numpy(np.where(padding, -np.inf, 0.0).astype(np.float32)),
     )
-    return _round(index, tree, torch.tensor(children), committed, budget, seconds)
-
-
-def _round(index: int, tree: DraftTree, path: Tensor, committed: Tensor, budget: int, seconds: float) -> Round:
     return Round(
         index=index,
         tree=tree,
-        path=path,
-        num_accepted=(path >= 0).sum(-1),
-        committed=committed,
-        num_committed=(committed >= 0).sum(-1),
+        path=torch.from_numpy(path),
+        num_accepted=torch.from_numpy((path >= 0).sum(1)),
+        committed=torch.from_numpy(committed),
+        num_committed=torch.from_numpy(kept),
         budget=budget,
         times=StageTimes(verify=seconds),
     )

@@ -11,6 +11,7 @@ Anything else in a batch (a user's own processor or criterion, one with internal
 token with exactly the batch that plain `generate` would give it.
 """
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -124,6 +125,7 @@ class TokenLedger:
         self._end_together = self.lockstep and not self._stops_rows
         self._shows_scores = records.scores and not _all_of(criteria, ROW_WISE_CRITERIA)
         self._scores: tuple[Tensor, ...] = ()
+        self._ends = self._ends_alone()
         self._prompt = prompt
         self._prompt_mask = None if prompt_mask is None else prompt_mask.to(input_ids.device)
         self._ids = input_ids.new_full((batch, prompt + 64), self._pad)
@@ -141,6 +143,24 @@ class TokenLedger:
             return False
         # Without EOS all rows of plain generate end at the same length; only a length limit sees to that by itself.
         return self._stops_rows or _all_of(self.criteria, (stopping_criteria.MaxLengthCriteria,))
+
+    @property
+    def stop_tokens(self) -> list[int]:
+        """Tokens that end a row, in order."""
+        ends = [item for item in self.criteria if type(item) is stopping_criteria.EosTokenCriteria]
+        return sorted({token for item in ends for token in item.eos_token_id.flatten().tolist()})
+
+    def _ends_alone(self) -> tuple[frozenset[int], int] | None:
+        """Stop tokens and the length limit, if nothing else is to be asked, recorded or told per token."""
+        known = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
+        if self.lockstep or self.records.wanted or not _all_of(self.criteria, known):
+            return None
+        limits = [item for item in self.criteria if type(item) is stopping_criteria.MaxLengthCriteria]
+        limit = min((item.max_length for item in limits), default=sys.maxsize)
+        for item in limits:
+            if (item.max_position_embeddings or sys.maxsize) <= min(limit, item.max_length - 1):
+                return None  # it warns on the way
+        return frozenset(self.stop_tokens), limit
 
     def check_verifier(self, stepwise: bool) -> None:
         """Raises `UnsupportedError` if a processor may not be called with prefixes that are never committed."""
@@ -244,6 +264,41 @@ class TokenLedger:
         self.active = torch.tensor(alive, device=self.active.device)
         self._stream()
         return rows & self.active
+
+    def extend(self, tokens: list[list[int]], counts: list[int]) -> list[int]:
+        """Commits several tokens of each row as `commit` does one after the other, and asks no more than it must.
+
+        It is for a ledger on the CPU, beside which a device runs the next round.
+
+        Args:
+            tokens: tokens of each row, at least as many as the largest count.
+            counts: how many of them a row takes, unless it stops before.
+
+        Returns:
+            How many each row took.
+        """
+        taken = [0] * len(counts)
+        if self._ends is None:
+            for step in range(max(counts)):
+                rows = self.active & torch.tensor([count > step for count in counts])
+                self.commit(torch.tensor([row[step] for row in tokens]), rows)
+                taken = [before + took for before, took in zip(taken, rows.tolist(), strict=True)]
+            return taken
+        (stops, limit), alive = self._ends, self.active.tolist()
+        self._reserve(max(self._lengths) + max(counts))
+        ids = self._ids.numpy()  # the same memory, written to without torch, which takes longer for few numbers
+        for row, (given, count) in enumerate(zip(tokens, counts, strict=True)):
+            length = self._lengths[row]
+            while alive[row] and taken[row] < count:
+                token = given[taken[row]]
+                taken[row] += 1
+                alive[row] = token not in stops and length + taken[row] < limit
+            ids[row, length : length + taken[row]] = given[: taken[row]]
+            self._lengths[row] += taken[row]
+            self._finished[row] = not alive[row]
+        self.active = torch.tensor(alive)
+        self._stream()
+        return taken
 
     def _record(self, members: list[int]) -> None:
         if self._at is None:

@@ -8,8 +8,10 @@ has read, and its work goes on beside them.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -25,6 +27,7 @@ from specdec.hf.fusion import compiled as fused
 from specdec.hf.merged import merged_twin
 from specdec.hf.round_context import RoundContext
 
+Numbers: TypeAlias = npt.NDArray[np.int64]
 Choose = Callable[[Float[Tensor, "batch nodes vocab"]], Int[Tensor, "batch nodes"]]
 
 AHEAD = 2
@@ -38,14 +41,14 @@ def capacity(length: int, width: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoundRecord:
-    """What a round did, on the host: a list per batch row."""
+    """What a round did, on the host, in arrays `[batch]` and `[batch, width]`: for few numbers torch takes longer."""
 
-    counts: list[int]
-    num_nodes: list[int]
-    path: list[list[int]]
-    committed: list[list[int]]
-    tokens: list[list[int]]
-    parents: list[list[int]]
+    counts: Numbers
+    num_nodes: Numbers
+    path: Numbers
+    committed: Numbers
+    tokens: Numbers
+    parents: Numbers
 
 
 class RoundProgram:
@@ -146,11 +149,9 @@ class RoundProgram:
             event.synchronize()
         self._read += 1
         width = self.cache.width
-        rows = self._arrived[slot].tolist()
-        path, committed, tokens, parents = (
-            [row[2 + part * width : 2 + (part + 1) * width] for row in rows] for part in range(4)
-        )
-        return RoundRecord([row[0] for row in rows], [row[1] for row in rows], path, committed, tokens, parents)
+        arrived = self._arrived[slot].numpy().copy()  # the round after the next arrives in the same place
+        parts = (arrived[:, 2 + part * width : 2 + (part + 1) * width] for part in range(4))
+        return RoundRecord(arrived[:, 0], arrived[:, 1], *parts)
 
     def stop(self, rows: list[bool]) -> None:
         """Ends rows that the device would still serve: the rounds launched from here on commit nothing to them."""

@@ -1,5 +1,6 @@
 """The ledger's own laws: what may be served row by row, and that one committed token is one step of plain decoding."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
 from specdec.testing.tokenizer import tiny_tokenizer
 from specdec.types import DraftTree, TargetOutput
+from tests.trees.random_trees import caught
 
 ROWS, SEQ, VOCAB = 3, 8, 97
 EOS = torch.tensor([3, 4])
@@ -228,3 +230,57 @@ def test_laws_of_a_tree_are_the_laws_met_on_each_walk_down_it(chosen, seed):
                     book.commit(tree.tokens[:, node], rows)
                 law = book.law(output, torch.full((ROWS,), node), rows)
             assert torch.equal(law.probs[row], laws[row, leaf])
+
+
+Spans = list[tuple[list[list[int]], list[int]]]
+"""Tokens of each row and how many of them it takes, round by round."""
+
+spans = st.lists(
+    st.tuples(
+        st.lists(st.lists(st.integers(3, 12), min_size=4, max_size=4), min_size=ROWS, max_size=ROWS),
+        st.lists(st.integers(0, 4), min_size=ROWS, max_size=ROWS),
+    ),
+    max_size=5,
+)
+
+
+def extend_is_commit_by_commit(change: Callable[[TokenLedger], None], rounds: Spans, extra: int, limit: int) -> None:
+    streamed: tuple[list[list[int]], list[list[int]]] = ([], [])
+    at_once, one_by_one = (
+        make([], rows=ROWS, limit=limit, criteria=[[], [CRITERIA[2]], [CRITERIA[1]]][extra], on_token=told.append)
+        for told in streamed
+    )
+    change(at_once)
+    for tokens, counts in rounds:
+        taken = [0] * ROWS
+        for step in range(max(counts)):
+            rows = one_by_one.active & torch.tensor([count > step for count in counts])
+            one_by_one.commit(torch.tensor([row[step] for row in tokens]), rows)
+            taken = [before + took for before, took in zip(taken, rows.tolist(), strict=True)]
+        assert at_once.extend(tokens, counts) == taken
+        assert torch.equal(at_once.active, one_by_one.active)
+        assert torch.equal(at_once.remaining, one_by_one.remaining)
+        assert torch.equal(at_once.sequences(), one_by_one.sequences())
+        assert [column.tolist() for column in streamed[0]] == [column.tolist() for column in streamed[1]]
+
+
+@given(spans, st.integers(0, 2), st.sampled_from([5, 8, 300]))
+def test_a_round_committed_at_once_is_the_round_token_by_token(rounds, extra, limit):
+    extend_is_commit_by_commit(lambda _: None, rounds, extra, limit)
+
+
+@pytest.mark.parametrize("ends", [(frozenset({3}), 300), (frozenset({3, 4}), 9)], ids=["stop token", "length"])
+def test_a_round_committed_beyond_a_stop_is_noticed(ends):
+    def forget(book: TokenLedger) -> None:
+        book._ends = ends
+
+    caught(extend_is_commit_by_commit, forget, rounds=spans, extra=st.just(0), limit=st.just(8))
+
+
+def test_who_is_asked_token_by_token():
+    """Where a criterion may look at anything, warns on the way, or tokens are recorded."""
+    assert make([])._ends == (frozenset({3, 4}), 300)
+    assert make([], eos=False, rows=1)._ends == (frozenset(), 300)
+    assert make([], criteria=[CRITERIA[1]])._ends is None
+    assert make([], criteria=[stopping_criteria.MaxLengthCriteria(20, max_position_embeddings=19)])._ends is None
+    assert make([], criteria=[stopping_criteria.MaxLengthCriteria(20, max_position_embeddings=20)])._ends is not None
