@@ -10,7 +10,7 @@ class UnsupportedError(SpecdecError, ValueError):
 
 
 class ShapeError(SpecdecError, ValueError):
-    """A tensor whose shape or content does not fit its place."""
+    """A tensor whose shape or content does not fit its place, or what is no tensor in the place of one."""
 
 
 class LawError(SpecdecError, AssertionError):

@@ -4,6 +4,7 @@ Ops with a kernel take `impl="auto" | "reference" | "triton"`. `auto` takes the 
 that it can run, if it takes the arguments (their dtype, how many rows there are), and the reference everywhere else.
 Both give the same result within the tolerances that the tests write down. Ops are for inference and kernels have no
 gradients: where an input asks for one, outside `torch.no_grad()`, the reference runs, or `impl="triton"` is refused.
+What is no tensor where one is expected is refused with `ShapeError`, by name and before anything runs.
 """
 
 from specdec.ops._attention_plan import AttentionShape, Occupancy, occupancy

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import ShapeError
 from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._attention_plan import AttentionShape
+from specdec.ops._checks import demands
 from specdec.ops._stored_rows import StoredRows
 
 
@@ -55,24 +55,13 @@ class AttentionCall:
         blocks, softcap = self.blocks, self.softcap
         window: Any = self.window
 
-        def demand(condition: bool, message: str) -> None:
-            if not condition:
-                raise ShapeError(f"tree_attention: {message}.")
-
-        for name in ("query", "keys", "values", "visible", "lengths"):
-            given: Any = getattr(self, name)
-            demand(isinstance(given, Tensor), f"{name} must be a tensor, got {type(given).__name__}")
+        demand = demands("tree_attention")
         demand(query.is_floating_point(), f"query must hold floating-point numbers, got {query.dtype}")
         demand(query.dim() == 4, f"query must be [batch, heads, rows, dim], got {list(query.shape)}")
         batch, heads, rows, dim = query.shape
         lead = "[pages, kv_heads, page" if blocks is not None else "[batch, kv_heads, slots"
         stored = {"key": self.key_rows, "value": self.value_rows}
         for name, side in stored.items():
-            kinds = [type(scale).__name__ for scale in side.scales]
-            demand(
-                all(isinstance(scale, Tensor) for scale in side.scales),
-                f"{name}_scales must be a tensor, a pair of tensors or None, got {kinds}",
-            )
             form = side.form if side.scales or side.codes.dtype == query.dtype else ""
             demand(
                 form != "",
@@ -103,6 +92,10 @@ class AttentionCall:
             visible.dtype == torch.int64,
             f"visible must be int64 bit masks, got {visible.dtype}; use trees.topology.pack",
         )
+        demand(
+            depths is None or depths.dim() == 2,
+            f"depths must be [{batch}, pending], got {list(depths.shape) if depths is not None else None}",
+        )
         pending = rows if depths is None else depths.shape[-1]
         demand(
             pending >= rows,
@@ -119,8 +112,8 @@ class AttentionCall:
             ("depths", depths, [batch, pending]),
             ("sinks", self.sinks, [heads]),
         ):
-            came = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-            demand(given is None or came == shape, f"{name} must be a tensor {shape}, got {came}")
+            came = shape if given is None else list(given.shape)
+            demand(came == shape, f"{name} must be a tensor {shape}, got {came}")
         demand(
             blocks is None or (blocks.dim() == 2 and blocks.shape[0] == batch),
             f"blocks must be [{batch}, blocks per row]",
@@ -164,4 +157,4 @@ class AttentionCall:
 def _parts(scales: Tensor | tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
     if scales is None:
         return ()
-    return scales if isinstance(scales, tuple) else (scales,)
+    return (scales,) if isinstance(scales, Tensor) else tuple(scales)

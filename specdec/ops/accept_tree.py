@@ -15,6 +15,7 @@ from torch import Tensor
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import WORD, unpack
+from specdec.ops._checks import record_of, tensors
 from specdec.ops._dispatch import Impl
 
 
@@ -87,8 +88,14 @@ def accept_tree(
         >>> state.tokens.tolist(), state.lengths.tolist(), state.cached.tolist(), state.remaining.tolist()
         ([[7, 8, 3, 0]], [3], [2], [7])
     """
+    tree = {"tokens": tokens, "parents": parents, "num_nodes": num_nodes, "visible": visible, "depths": depths}
+    tensors("accept_tree", tree | {"chosen": chosen, "stops": stops})
+    record_of("accept_tree", "state", state, TextState)
+    if tokens.dim() != 2:
+        raise ShapeError(f"accept_tree: tokens must be int64 [batch, nodes], got {tokens.dtype} {list(tokens.shape)}.")
     batch, nodes = tokens.shape
     expected = {
+        "tokens": (tokens, (batch, nodes)),
         "parents": (parents, (batch, nodes)),
         "num_nodes": (num_nodes, (batch,)),
         "visible": (visible, (batch, nodes, -(-nodes // WORD))),

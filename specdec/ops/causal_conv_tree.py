@@ -13,6 +13,7 @@ from torch import Tensor
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import unpack
+from specdec.ops._checks import demands, tensors
 
 
 def causal_conv_tree(
@@ -57,6 +58,8 @@ def causal_conv_tree(
         >>> ops.causal_conv_tree(inputs, torch.ones(1, 3), history, visible, activation=None).flatten().tolist()
         [31.0, 13.0, 15.0]
     """
+    required = {"inputs": inputs, "weight": weight, "history": history, "ancestors": ancestors}
+    tensors("causal_conv_tree", required, {"bias": bias, "path": path, "counts": counts, "out": out})
     _check(inputs, weight, history, ancestors, bias, path, counts, out)
     if activation not in ("silu", "swish", None):
         raise UnsupportedError(f"causal_conv_tree: activation must be 'silu', 'swish' or None, got {activation!r}.")
@@ -94,6 +97,9 @@ def conv_fold(
         >>> history.tolist()
         [[[2.0, 3.0, 4.0]]]
     """
+    tensors("conv_fold", {"history": history, "path": path, "counts": counts})
+    if history.dim() != 3:
+        raise ShapeError(f"conv_fold: history must be [batch, channels, columns], got {list(history.shape)}.")
     _check_path("conv_fold", path, counts, history.shape[0], history.shape[1])
     columns = history.shape[2]
     index = counts[:, None] + torch.arange(columns, device=history.device)
@@ -133,11 +139,7 @@ def _check(
     out: Tensor | None,
 ) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"causal_conv_tree: {message}.")
-
+    demand = demands("causal_conv_tree")
     demand(inputs.dim() == 3, f"inputs must be [batch, nodes, channels], got {list(inputs.shape)}")
     batch, nodes, channels = inputs.shape
     demand(
@@ -146,7 +148,7 @@ def _check(
     )
     taps = weight.shape[1]
     demand(
-        history.shape[:2] == (batch, channels) and history.shape[2] >= taps - 1,
+        history.dim() == 3 and history.shape[:2] == (batch, channels) and history.shape[2] >= taps - 1,
         f"history must be [{batch}, {channels}, {taps - 1} or more columns], got {list(history.shape)}",
     )
     words = [batch, nodes, -(-nodes // 64)]

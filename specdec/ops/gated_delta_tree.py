@@ -27,6 +27,7 @@ from torch import Tensor
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import unpack
+from specdec.ops._checks import demands, record_of, tensors
 
 EPSILON = 1e-6
 """What the models add to the square of a key's or query's length before they divide by it."""
@@ -58,6 +59,7 @@ class DeltaRecord:
 
     def along(self, nodes: Int[Tensor, "batch path"]) -> "DeltaRecord":
         """The record of some nodes, such as a path, in their order; indices below 0 are read as 0."""
+        tensors("DeltaRecord.along", {"nodes": nodes})
         row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
         return DeltaRecord(*(part[row, nodes.clamp_min(0)] for part in (self.keys, self.updates, self.decays)))
 
@@ -150,7 +152,12 @@ def gated_delta_tree(
         >>> [round(number, 3) for number in state.flatten().tolist()]  # the sibling left nothing behind
         [4.0, 0.0]
     """
-    scale = key.shape[-1] ** -0.5 if scale is None else scale
+    required = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
+    tensors("gated_delta_tree", required | {"ancestors": ancestors, "state": state}, {"counts": counts})
+    for name, record in (("path", path), ("out", out)):
+        if record is not None:
+            record_of("gated_delta_tree", name, record, DeltaRecord)
+    scale = max(1, key.shape[-1:].numel()) ** -0.5 if scale is None else scale  # shapes are checked next
     call = DeltaCall(state, query, key, value, decay, beta, ancestors, path, counts, scale, normalize, value_first, out)
     _check(call)
     kernel = _kernel(call, impl)
@@ -187,6 +194,8 @@ def gated_delta_fold(
         ShapeError: for shapes that do not belong together.
         UnsupportedError: for dtypes that no implementation takes, or if `impl="triton"` cannot run here.
     """
+    tensors("gated_delta_fold", {"state": state, "counts": counts})
+    record_of("gated_delta_fold", "path", path, DeltaRecord)
     call = DeltaCall(state, None, None, None, None, None, None, path, counts, 1.0, False, value_first, None)
     _check(call)
     kernel = _kernel(call, impl)
@@ -283,11 +292,7 @@ def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
 
 def _check(call: DeltaCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"gated_delta: {message}.")
-
+    demand = demands("gated_delta")
     state = call.state
     demand(state.dim() == 4, f"state must be [batch, heads, key_dim, value_dim], got {list(state.shape)}")
     if state.dtype not in STATES:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import tensors
 
 MOST = {"nodes": 128, "levels": 64, "candidates": 64}
 """Bounds of the arguments: the kernel holds a row's open paths in registers."""
@@ -65,6 +66,7 @@ def grow_tree(
         >>> ops.grow_tree(tokens, scores, torch.tensor([4]), nodes=3)
         (tensor([[4, 5, 7, 6]]), tensor([[-1,  0,  1,  0]]), tensor([4]))
     """
+    tensors("grow_tree", {"tokens": tokens, "scores": scores, "root": root}, {"limits": limits})
     _check(tokens, scores, root, limits, nodes)
     kernel: Any = _dispatch.choose("grow_tree", impl, tokens.device)
     grow = _reference if kernel is None or tokens.shape[0] == 0 else kernel.launch

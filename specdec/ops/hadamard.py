@@ -6,6 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from specdec.errors import ShapeError
+from specdec.ops._checks import tensors
+
 
 def hadamard(rows: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead dim"]:
     """Rotates each row by a block-diagonal Hadamard matrix, in float32 or wider.
@@ -16,12 +19,18 @@ def hadamard(rows: Float[Tensor, "*lead dim"]) -> Float[Tensor, "*lead dim"]:
     Args:
         rows: any shape; the last dimension is rotated.
 
+    Raises:
+        ShapeError: for rows that are no tensor, or a single number.
+
     Example:
         >>> import torch
         >>> from specdec import ops
         >>> ops.hadamard(torch.tensor([2.0, 0.0, 0.0, 0.0]))
         tensor([1., 1., 1., 1.])
     """
+    tensors("hadamard", {"rows": rows})
+    if rows.dim() == 0:
+        raise ShapeError("hadamard: rows must be [..., dim], got a single number.")
     dim = rows.shape[-1]
     size = dim & -dim
     result = rows.to(torch.promote_types(rows.dtype, torch.float32))

@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import tensors
 
 MOST = {"nodes": 64, "occurrences": 32, "depth": 32, "longest": 64}
 """Bounds of the arguments: the kernel holds a row's trie in registers."""
@@ -80,6 +81,7 @@ def lookup_tree(
         >>> num_nodes
         tensor([5])
     """
+    tensors("lookup_tree", {"tokens": tokens, "lengths": lengths}, {"limits": limits})
     depth = min(nodes, MOST["depth"]) if depth is None else depth
     _check(tokens, lengths, limits, nodes=nodes, longest=longest, occurrences=occurrences, depth=depth)
     kernel: Any = _dispatch.choose("lookup_tree", impl, tokens.device)

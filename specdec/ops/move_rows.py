@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import demands, several, tensors
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_BUFFERS = 8
@@ -52,6 +53,8 @@ def move_rows(
         >>> keys.flatten().tolist()
         [0.0, 1.0, 2.0, 4.0, 5.0, 5.0, 6.0]
     """
+    several("move_rows", "buffers", buffers)
+    tensors("move_rows", {"nodes": nodes, "counts": counts, "lengths": lengths})
     _check(buffers, nodes, counts, lengths)
     kernel: Any = _dispatch.choose("move_rows", impl, nodes.device)
     filled = tuple(buffer for buffer in buffers if buffer.numel())
@@ -86,11 +89,7 @@ def _in_words(buffer: Tensor) -> Tensor:
 
 def _check(buffers: tuple[Tensor, ...], nodes: Tensor, counts: Tensor, lengths: Tensor) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"move_rows: {message}.")
-
+    demand = demands("move_rows")
     demand(0 < len(buffers) <= MOST_BUFFERS, f"there must be 1 to {MOST_BUFFERS} buffers, got {len(buffers)}")
     demand(nodes.dim() == 2, f"nodes must be [batch, path], got {list(nodes.shape)}")
     batch = nodes.shape[0]

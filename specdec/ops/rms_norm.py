@@ -7,8 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import demands, tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,6 +53,7 @@ def rms_norm(
         >>> ops.rms_norm(torch.tensor([[3.0, 4.0]]), torch.ones(2), 0.5)  # a mean square of 12.5, and a half
         tensor([[0.8321, 1.1094]])
     """
+    tensors("rms_norm", {"rows": rows, "scale": scale}, {"residual": residual})
     call = NormCall(rows, scale, eps, residual)
     _check(call)
     if rows.numel() == 0:
@@ -76,11 +78,7 @@ def norm(given: Tensor, scale: Tensor, eps: float, residual: Tensor | None) -> T
 
 def _check(call: NormCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"rms_norm: {message}.")
-
+    demand = demands("rms_norm")
     rows, scale, residual = call.rows, call.scale, call.residual
     demand(
         rows.dim() == 2,

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch, _gate
+from specdec.ops._checks import demands, tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +70,8 @@ def routed_experts(
         >>> [round(number, 1) for number in found.flatten().tolist()]  # 9 (1 + 2) / 2, then 18 * 4 of expert 1 alone
         [13.5, 72.0]
     """
+    given = {"hidden": hidden, "chosen": chosen, "weights": weights, "gate_up": gate_up, "down": down}
+    tensors("routed_experts", given)
     call = ExpertCall(hidden, chosen, weights, gate_up, down, activation)
     _check(call)
     if 0 in (hidden.numel(), chosen.numel(), gate_up.numel()):
@@ -103,11 +106,7 @@ def _times(matrices: Tensor, rows: Tensor, wide: torch.dtype) -> Tensor:
 
 def _check(call: ExpertCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"routed_experts: {message}.")
-
+    demand = demands("routed_experts")
     _gate.known("routed_experts", "activation", call.activation)
     demand(
         call.hidden.dim() == 2,

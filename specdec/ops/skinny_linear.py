@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch, _gate
+from specdec.ops._checks import demands, tensors
 
 MOST_ROWS = 64
 """Rows that the kernel takes."""
@@ -79,6 +80,8 @@ def skinny_linear(
         >>> torch.allclose(found, torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T), atol=1e-5)
         True
     """
+    optional = {"bias": bias, "residual": residual, "counters": counters}
+    tensors("skinny_linear", {"rows": rows, "weight": weight}, optional)
     call = SkinnyCall(rows, weight, bias, gate, residual, counters)
     _check(call)
     kernel: Any = _dispatch.choose("skinny_linear", impl, rows.device, rows, weight, bias, residual)
@@ -107,6 +110,7 @@ def interleave_gate(gate: Float[Tensor, "outputs ..."], up: Float[Tensor, "outpu
         >>> ops.interleave_gate(torch.zeros(64, 1), torch.ones(64, 1))[:, 0].unflatten(0, (-1, 32))[:, 0]
         tensor([0., 1., 0., 1.])
     """
+    tensors("interleave_gate", {"gate": gate, "up": up})
     if gate.shape != up.shape or gate.dim() == 0 or gate.shape[0] % GATE_BLOCK:
         raise ShapeError(
             f"interleave_gate: gate and up must be alike, with a multiple of {GATE_BLOCK} rows, "
@@ -133,11 +137,7 @@ def linear(
 
 def _check(call: SkinnyCall) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"skinny_linear: {message}.")
-
+    demand = demands("skinny_linear")
     rows, weight, counters = call.rows, call.weight, call.counters
     if call.gate is not None:
         _gate.known("skinny_linear", "gate", call.gate)

@@ -18,11 +18,12 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from specdec.errors import UnsupportedError
+from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import pack, unpack
 from specdec.ops._attention_call import AttentionCall
 from specdec.ops._attention_plan import device_of, make_plan
+from specdec.ops._checks import several, tensors
 
 
 def tree_attention(
@@ -93,6 +94,16 @@ def tree_attention(
         >>> ops.tree_attention(query, cache, cache, chain, lengths=torch.tensor([6])).shape
         torch.Size([1, 4, 3, 16])
     """
+    tensors(
+        "tree_attention",
+        {"query": query, "keys": keys, "values": values, "visible": visible, "lengths": lengths},
+        {"depths": depths, "starts": starts, "blocks": blocks, "sinks": sinks},
+    )
+    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
+        if isinstance(scales, (tuple, list)):
+            several("tree_attention", name, scales)
+        else:
+            tensors("tree_attention", {}, {name: scales})
     call = AttentionCall(
         query=query,
         keys=keys,
@@ -104,7 +115,7 @@ def tree_attention(
         blocks=blocks,
         key_scales=key_scales,
         value_scales=value_scales,
-        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+        scale=max(1, query.shape[-1:].numel()) ** -0.5 if scale is None else scale,  # shapes are checked next
         window=window,
         softcap=softcap,
         sinks=sinks,
@@ -149,6 +160,9 @@ def split_kv_attention(
         >>> ops.split_kv_attention(torch.randn(1, 4, 1, 16), cache, cache, lengths=torch.tensor([8])).shape
         torch.Size([1, 4, 1, 16])
     """
+    tensors("split_kv_attention", {"query": query, "keys": keys, "values": values, "lengths": lengths})
+    if query.dim() != 4:
+        raise ShapeError(f"split_kv_attention: query must be [batch, heads, rows, dim], got {list(query.shape)}.")
     visible = chain_mask(query.shape[2], query.device).expand(query.shape[0], -1, -1)
     return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]  # handed on
 

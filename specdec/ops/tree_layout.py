@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import ancestor_matrix, pack
+from specdec.ops._checks import tensors
 from specdec.ops._dispatch import Impl
 
 
@@ -39,6 +40,7 @@ def tree_layout(
         >>> [f"{mask:04b}" for mask in visible[0, :, 0].tolist()], depths.tolist()
         (['0001', '0011', '0101', '1011'], [[0, 1, 1, 2]])
     """
+    tensors("tree_layout", {"parents": parents, "num_nodes": num_nodes})
     if parents.dim() != 2 or parents.shape[1] < 1 or num_nodes.shape != parents.shape[:1]:
         raise ShapeError(
             "tree_layout: parents must be [batch, nodes] with at least the root, and num_nodes [batch], got "

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
+from specdec.ops._checks import demands, several, tensors
 from specdec.ops._stored_rows import PLAIN, form_of
 from specdec.ops.hadamard import hadamard
 from specdec.ops.quantize import NVFP4_GROUP, to_fp8, to_int4, to_int8, to_nvfp4
@@ -63,6 +64,9 @@ def write_rows(
         >>> keys[0, 0].tolist(), values[0, 0].tolist()
         ([[0, 0], [0, 0], [127, -64], [0, 0]], [[0.0, 0.0], [0.0, 0.0], [1.0, -0.5], [0.0, 0.0]])
     """
+    tensors("write_rows", {"keys": keys, "values": values, "slots": slots})
+    several("write_rows", "key_parts", key_parts)
+    several("write_rows", "value_parts", value_parts)
     sides = Side("key", keys, key_parts, rotate_keys), Side("value", values, value_parts, rotate_values)
     _check(sides, slots)
     kernel: Any = _dispatch.choose("write_rows", impl, slots.device)
@@ -149,11 +153,7 @@ def _write(side: Side, slots: Tensor) -> None:
 
 def _check(sides: tuple[Side, Side], slots: Tensor) -> None:
     """Raises for arguments that do not belong together."""
-
-    def demand(condition: bool, message: str) -> None:
-        if not condition:
-            raise ShapeError(f"write_rows: {message}.")
-
+    demand = demands("write_rows")
     lead = sides[0].rows.shape[:3]
     for side in sides:
         name, rows, parts = side.name, side.rows, side.parts

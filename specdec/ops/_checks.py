@@ -1,0 +1,66 @@
+"""What ops ask of their arguments before anything runs, and in which words they refuse.
+
+An op first asks whether its arguments are tensors at all, which is one `isinstance` for each, and then whether they
+belong together.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from specdec.errors import ShapeError
+
+
+def demands(op: str) -> Callable[[bool, str], None]:
+    """A function that raises `ShapeError` in the name of an op unless a condition holds."""
+
+    def demand(condition: bool, message: str) -> None:
+        if not condition:
+            raise ShapeError(f"{op}: {message}.")
+
+    return demand
+
+
+def tensors(op: str, required: dict[str, Any], optional: dict[str, Any] | None = None) -> None:
+    """Raises unless arguments are tensors; optional ones may be None."""
+    for name, given in required.items():
+        if not isinstance(given, Tensor):
+            raise _no_tensor(op, name, given)
+    if optional:
+        for name, given in optional.items():
+            if given is not None and not isinstance(given, Tensor):
+                raise _no_tensor(op, name, given, " or None")
+
+
+def several(op: str, name: str, given: Any) -> None:
+    """Raises unless an argument is several tensors."""
+    if not isinstance(given, (tuple, list)):
+        raise ShapeError(
+            f"{op}: {name} must be a tuple of tensors, got {_kind(given)}; a single one goes as (tensor,)."
+        )
+    for place, each in enumerate(given):
+        if not isinstance(each, Tensor):
+            raise _no_tensor(op, f"{name}[{place}]", each)
+
+
+def record_of(op: str, name: str, given: Any, kind: type[Any]) -> None:
+    """Raises unless an argument is of a dataclass of tensors, and holds nothing else."""
+    if not isinstance(given, kind):
+        raise ShapeError(
+            f"{op}: {name} must be of ops.{kind.__name__}, got {_kind(given)}; "
+            f"it is made of {', '.join(kind.__slots__)}."
+        )
+    for field in kind.__slots__:
+        if not isinstance(getattr(given, field), Tensor):
+            raise _no_tensor(op, f"{name}.{field}", getattr(given, field))
+
+
+def _no_tensor(op: str, name: str, given: Any, besides: str = "") -> ShapeError:
+    """The error for an argument that is no tensor."""
+    way = "it cannot be left out" if given is None else "torch.as_tensor makes one of numbers, lists and arrays"
+    return ShapeError(f"{op}: {name} must be a tensor{besides}, got {_kind(given)}; {way}.")
+
+
+def _kind(given: Any) -> str:
+    return "None" if given is None else type(given).__name__
