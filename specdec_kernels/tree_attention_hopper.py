@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from specdec_kernels._hopper_codes import as_other, in_two_bytes, mended, widen
-from specdec_kernels._hopper_ring import arrived, copy_tile, fetch, rings_for
+from specdec_kernels._hopper_ring import arrived, copy_tile, fetch, here, rings_for
 from specdec_kernels._launch import launch_late, pdl
 from specdec_kernels._split_sum import FAINTEST, LOG2E
 
@@ -57,10 +57,11 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
     scales = call.key_scales, call.value_scales
     room = triton.next_power_of_2(groups)  # heads of a group that a tile of rows has room for
     high = plan.block // room
+    pieces = pieces_of(dim)
     sums = parts.view(batch * kv_heads, groups, rows, plan.splits, values.shape[3]).transpose(1, 2)
     _attend[(triton.cdiv(rows, high) * plan.portions, batch * kv_heads, plan.splits)](
-        _tiles(query.transpose(1, 2), high, room, dim),
-        _tiles(keys, 1, plan.tile, dim),
+        _tiles(query.transpose(1, 2), high, room, dim // pieces),
+        _tiles(keys, 1, plan.tile, dim // pieces),
         _tiles(values, 1, plan.tile, value_dim),
         *(None if each is None else _tiles(each.squeeze(3), 1, plan.tile) for each in scales),
         _tiles(sums, high, room, 1, value_dim),
@@ -78,6 +79,7 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
         ROOM=room,
         KV_HEADS=kv_heads,
         DIM=dim,
+        PIECES=pieces,
         VALUE_DIM=value_dim,
         PORTIONS=plan.portions,
         WORDS=visible.shape[2],
@@ -89,6 +91,11 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
         num_warps=plan.warps,
         **launch_late(query.device),
     )
+
+
+def pieces_of(dim: int) -> int:
+    """Pieces in which a tile of keys arrives: of wide keys, only one tile fits, whose first piece must not wait."""
+    return 4 if dim > 256 else 1
 
 
 def _tiles(source: Tensor, *sizes: int) -> TensorDescriptor:
@@ -171,6 +178,7 @@ def _attend(
     ROOM: gl.constexpr,
     KV_HEADS: gl.constexpr,
     DIM: gl.constexpr,
+    PIECES: gl.constexpr,
     VALUE_DIM: gl.constexpr,
     PORTIONS: gl.constexpr,
     WORDS: gl.constexpr,
@@ -188,15 +196,19 @@ def _attend(
     ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, SCORES)
     PARTS: gl.constexpr = [BLOCK, VALUE_DIM]
+    WIDTH: gl.constexpr = DIM // PIECES
 
-    lined = gl.allocate_shared_memory(NUMBER, [1, 1, BLOCK // ROOM, ROOM, DIM], query_tiles.layout)
+    lined = gl.allocate_shared_memory(NUMBER, [PIECES, 1, BLOCK // ROOM, ROOM, WIDTH], query_tiles.layout)
     query_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(query_full, count=1)
     if CODES:
-        sources = (key_tiles, key_scale_tiles), (value_tiles, value_scale_tiles)
+        key_sources, value_source = ((key_tiles, key_scale_tiles),), (value_tiles, value_scale_tiles)
     else:
-        sources = (key_tiles,), (value_tiles,)
-    keys, values = rings_for(sources[0], STAGES), rings_for(sources[1], STAGES)
+        key_sources, value_source = ((key_tiles,),), (value_tiles,)
+    keys, values, key_columns = (rings_for(key_sources[0], STAGES),), rings_for(value_source, STAGES), (0,)
+    for piece in gl.static_range(1, PIECES):
+        key_sources, keys = key_sources + (key_sources[0],), keys + (rings_for(key_sources[0], STAGES),)
+        key_columns = key_columns + (piece * WIDTH,)
     if CODES:
         WIDE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, VALUE_DIM], NUMBER)
         wide = gl.allocate_shared_memory(NUMBER, [2, TILE, VALUE_DIM], WIDE)
@@ -209,8 +221,9 @@ def _attend(
     portion, split = gl.program_id(0) % PORTIONS, gl.program_id(2)
     batch, group = gl.program_id(1) // KV_HEADS, gl.program_id(1) % KV_HEADS
     first = gl.program_id(0) // PORTIONS * (BLOCK // ROOM)
-    mbarrier.expect(query_full, query_tiles.block_type.nbytes)
-    copy_tile(query_tiles, [batch, first, group * GROUPS, 0], query_full, lined.index(0))
+    mbarrier.expect(query_full, PIECES * query_tiles.block_type.nbytes)
+    for piece in gl.static_range(PIECES):
+        copy_tile(query_tiles, [batch, first, group * GROUPS, piece * WIDTH], query_full, lined.index(piece))
     length = gl.load(lengths + batch.to(gl.int64) * length_batch).to(gl.int32)
     packed = gl.arange(0, BLOCK, ROWS)
     head, row = packed % ROOM, first + packed // ROOM
@@ -230,8 +243,9 @@ def _attend(
     plain = length // TILE - begin  # tiles of committed slots alone
     ahead = gl.minimum(count, STAGES)
     column = portion * VALUE_DIM
+    both, rings, columns = key_sources + (value_source,), keys + (values,), key_columns + (column,)
     for step in range(ahead):
-        fetch(sources, (keys, values), batch, group, begin, (0, column), step, count, TILE, STAGES)
+        fetch(both, rings, batch, group, begin, columns, step, count, TILE, STAGES)
     # Without a node, no more than what is already on its way.
     used = bits != 0
     count = gl.where(gl.max(used.to(gl.int32), 0) > 0, count, ahead)
@@ -244,43 +258,46 @@ def _attend(
     total = gl.zeros([BLOCK], gl.float32, ROWS)
     mbarrier.wait(query_full, 0)
     if CODES:
-        bytes, unit = in_two_bytes(lined.index(0).reshape([BLOCK, DIM]), ROWS, WARPS)
+        bytes, unit = in_two_bytes(lined.index(0).reshape([BLOCK, WIDTH]), ROWS, WARPS)
         factor *= unit
     for step in range(count):
         # Scores of this step first, so that they are ready while the weights of the last are multiplied. There are none
         # in the first step: what is multiplied then may be anything, and the second does not add to it.
-        k = arrived(keys, step, TILE, DIM, STAGES).permute([1, 0])
-        first_query = _here(0)
-        if CODES:
-            upper = warpgroup_mma(bytes.index(first_query), k, nothing, use_acc=False, is_async=True)
-            coming = warpgroup_mma(bytes.index(first_query + 1), k, nothing, use_acc=False, is_async=True)
-        else:
-            queries = lined.index(first_query).reshape([BLOCK, DIM])
-            coming = warpgroup_mma(queries, k, nothing, use_acc=False, is_async=True)
+        first_query = here(0)
+        coming = nothing
+        for piece in gl.static_range(PIECES):
+            k = arrived(keys[piece], step, TILE, WIDTH, STAGES).permute([1, 0])
+            if CODES:
+                upper = warpgroup_mma(bytes.index(first_query), k, nothing, use_acc=False, is_async=True)
+                coming = warpgroup_mma(bytes.index(first_query + 1), k, nothing, use_acc=False, is_async=True)
+            else:
+                queries = lined.index(first_query + piece).reshape([BLOCK, WIDTH])
+                coming = warpgroup_mma(queries, k, coming, use_acc=piece > 0, is_async=True)
         before = gl.maximum(step - 1, 0)
         v = wide.index(before % 2) if CODES else arrived(values, before, TILE, VALUE_DIM, STAGES)
         growing = warpgroup_mma(p, v, acc, use_acc=step > 1, is_async=True)
         if CODES:
             widen(arrived(values, step, TILE, VALUE_DIM, STAGES), wide.index(step % 2), WARPS)
-            key_scale = keys[2].index(step % STAGES).reshape([TILE]).load(COLUMNS)
+            key_scale = keys[0][2].index(step % STAGES).reshape([TILE]).load(COLUMNS)
             value_scale = values[2].index(step % STAGES).reshape([TILE]).load(COLUMNS)
             upper, scores = warpgroup_mma_wait(num_outstanding=1, deps=(upper, coming))
             scores = (upper * 256 + scores).to(gl.float32) * key_scale[None, :]
-            fetch(sources, (keys, values), batch, group, begin, (0, column), step + STAGES, count, TILE, STAGES)
+            fetch(both, rings, batch, group, begin, columns, step + STAGES, count, TILE, STAGES)
         else:
             scores = warpgroup_mma_wait(num_outstanding=1, deps=(coming,))
-            fetch((sources[0],), (keys,), batch, group, begin, (0,), step + STAGES, count, TILE, STAGES)
+            fetch(key_sources, keys, batch, group, begin, key_columns, step + STAGES, count, TILE, STAGES)
         if step >= plain:
             # A tile with the tree. A value that is not finite reaches the nodes that see it, and no other by 0 x NaN.
+            seen = _window(masks, visible_word, (begin + step) * TILE - length, used, exists, WORDS)
             if CODES:
                 value_scale, broken = mended(value_scale, COLUMNS)
-            else:
+                total = gl.where((seen & broken) != 0, float("nan"), total)
+            elif STAGES > 1:
                 broken = _mended(arrived(values, step, TILE, VALUE_DIM, STAGES), NUMBER, WARPS)
-            seen = _window(masks, visible_word, (begin + step) * TILE - length, used, exists, WORDS)
-            total = gl.where((seen & broken) != 0, float("nan"), total)
+                total = gl.where((seen & broken) != 0, float("nan"), total)
             slot = gl.arange(0, TILE, COLUMNS)[None, :]
             low, high = (seen & 0xFFFFFFFF).to(gl.uint32)[:, None], (seen >> 32).to(gl.uint32)[:, None]
-            seen = (gl.where(slot < 32, low, high) >> ((slot & 31) + _here(0)).to(gl.uint32)) & 1 != 0
+            seen = (gl.where(slot < 32, low, high) >> ((slot & 31) + here(0)).to(gl.uint32)) & 1 != 0
             scores = gl.where(seen, scores, float("-inf"))
         weights, top, total, fade = _weigh(scores, factor, top, total)
         if CODES:
@@ -292,7 +309,12 @@ def _attend(
             acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(growing, p))
             if step > 0:
                 free = before + STAGES
-                fetch((sources[1],), (values,), batch, group, begin, (column,), free, count, TILE, STAGES)
+                fetch((value_source,), (values,), batch, group, begin, (column,), free, count, TILE, STAGES)
+            if STAGES == 1:
+                if step >= plain:  # only now is there room for its values
+                    seen = _window(masks, visible_word, (begin + step) * TILE - length, used, exists, WORDS)
+                    broken = _mended(arrived(values, step, TILE, VALUE_DIM, STAGES), NUMBER, WARPS)
+                    total = gl.where((seen & broken) != 0, float("nan"), total)
         acc *= gl.convert_layout(fade, gl.SliceLayout(1, SUMS))[:, None]
         p = gl.convert_layout(weights.to(NUMBER), WEIGHTS)
     v = wide.index((count - 1) % 2) if CODES else arrived(values, count - 1, TILE, VALUE_DIM, STAGES)
@@ -306,7 +328,7 @@ def _attend(
     share = 1.0 / size
     acc *= gl.convert_layout(share, gl.SliceLayout(1, SUMS))[:, None]
     # The queries are of no more use, and each warp has its own rows of them.
-    out = as_other(lined.index(0), gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
+    out = as_other(lined, gl.float16, PARTS, gl.NVMMASharedLayout.get_default_for(PARTS, gl.float16))
     out.store(acc.to(gl.float16))
     fence_async_shared()
     out = as_other(out, gl.float16, part_tiles.block_shape, part_tiles.layout)
@@ -316,12 +338,6 @@ def _attend(
     gl.store(tops + place, gl.where(used, top + gl.log2(size), float("-inf")), mask=exists)
     gl.store(totals + place, total * share, mask=exists)
     tma.store_wait(0)
-
-
-@gluon.jit
-def _here(number):
-    """The same number, of which the compiler knows nothing; what is computed from it stays in its branch."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [number], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -27,6 +27,7 @@ def described(
     if not plan.specialised:
         return None
     room, width = triton.next_power_of_2(groups), dim // plan.portions
+    pieces = tree_attention_hopper.pieces_of(dim)
     constants = {
         **dict.fromkeys(("visible_word", "length_batch"), 1),
         **({} if codes else dict.fromkeys(("key_scale_tiles", "value_scale_tiles"))),
@@ -34,6 +35,7 @@ def described(
         "ROOM": room,
         "KV_HEADS": kv_heads,
         "DIM": dim,
+        "PIECES": pieces,
         "VALUE_DIM": width,
         "PORTIONS": plan.portions,
         "WORDS": 1,
@@ -46,8 +48,8 @@ def described(
     types = {"scale": "fp32", **dict.fromkeys(("visible", "lengths"), "*i64"), "tops": "*fp32", "totals": "*fp32"}
     stored = gl.int8 if codes else gl.bfloat16
     tiles = [
-        ("query", gl.bfloat16, [1, plan.block // room, room, dim]),
-        ("key", stored, [1, 1, plan.tile, dim]),
+        ("query", gl.bfloat16, [1, plan.block // room, room, dim // pieces]),
+        ("key", stored, [1, 1, plan.tile, dim // pieces]),
         ("value", stored, [1, 1, plan.tile, width]),
         ("part", gl.float16, [1, plan.block // room, room, 1, width]),
     ]

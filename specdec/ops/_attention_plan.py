@@ -13,23 +13,22 @@ FIXED_SPLIT = 512
 
 _MOST_SPLITS = 128
 
-_SPECIALISED = {(128, False): (64, 4), (256, True): (64, 2), (512, True): (32, 2)}
-"""Slots of a tile and tiles in flight by dimension, and whether there are more than 64 packed rows.
+_SPECIALISED = {(128, False): (4, 4), (256, True): (2, 4), (512, True): (1, 2)}
+"""Tiles in flight, and tiles of a run from which on the kernel of compute capability 9 is taken.
 
-Where the kernel of compute capability 9 was faster on an H200; it takes others, too.
+By dimension, and whether there are more than 64 packed rows: where that kernel was faster on an H200. It takes others,
+too. Where its work items have all rows, there are twice as many runs to be added up, which a short one does not make up
+for.
 """
 
-_SPECIALISED_CODES = {(128, False): (64, 3)}
+_SPECIALISED_CODES = {(128, False): (3, 4)}
 """The same for INT8 keys and values, of which two work items share a multiprocessor."""
+
+_SPECIALISED_TILE = 64
+"""Slots of a tile there."""
 
 _FEWEST = 33
 """Packed rows from which on tiles of 64 rows are not mostly padding."""
-
-_SHORTEST = 4
-"""Tiles of a run from which on that kernel is faster.
-
-Where its work items have all rows, there are twice as many runs to be added up, which a short one does not make up for.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +204,7 @@ def make_plan(
     """The launch for a problem on a device; `specialised` says that the kernel of compute capability 9 can run."""
     if specialised and not deterministic:
         plan = _specialised(shape, device)
-        if plan is not None and plan.splits > 1 and -(-shape.slots // plan.tile) > (_SHORTEST - 1) * plan.splits:
+        if plan is not None:
             return plan
     value_dim = shape.dims[1]
     widest, packed = max(shape.dims), shape.rows * (shape.heads // shape.kv_heads)
@@ -260,17 +259,19 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
 
 
 def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
-    """The launch of the kernel of compute capability 9, or None for a shape that it was not made for."""
+    """The launch of the kernel of compute capability 9, or None where another was faster."""
     dim, groups = shape.dim, shape.heads // shape.kv_heads
     packed = shape.rows * (1 << (groups - 1).bit_length())  # the copy engine fetches queries of so many heads
     block, portions = 128 if packed > 64 else 64, 2 if dim > 256 else 1
     made_for, resident = (_SPECIALISED, 1) if shape.bytes_per_element > 1 else (_SPECIALISED_CODES, 2)
     if shape.dims[1] != dim or (dim, packed > 64) not in made_for or shape.rows * groups < _FEWEST or groups > 64:
         return None
-    tile, stages = made_for[dim, packed > 64]
-    work = shape.batch * shape.kv_heads * portions * -(-packed // block)
-    splits = max(1, min(device.multiprocessors * resident // work, -(-shape.slots // tile), _MOST_SPLITS))
-    return AttentionPlan(block, tile, splits, 0, block // 16, stages, portions, specialised=True)
+    stages, shortest = made_for[dim, packed > 64]
+    work, tiles = shape.batch * shape.kv_heads * portions * -(-packed // block), -(-shape.slots // _SPECIALISED_TILE)
+    splits = max(1, min(device.multiprocessors * resident // work, tiles, _MOST_SPLITS))
+    if splits == 1 or tiles <= (shortest - 1) * splits:
+        return None
+    return AttentionPlan(block, _SPECIALISED_TILE, splits, 0, block // 16, stages, portions, specialised=True)
 
 
 def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int, portions: int) -> int:

@@ -116,9 +116,10 @@ def specialised(monkeypatch: pytest.MonkeyPatch) -> list[_attention_plan.Attenti
         return plans[-1]
 
     monkeypatch.setattr(_attention_plan, "_FEWEST", 1)
-    monkeypatch.setattr(_attention_plan, "_SHORTEST", 0)
-    more = {(128, True): (64, 4), (256, False): (64, 2)}
-    monkeypatch.setattr(_attention_plan, "_SPECIALISED", _attention_plan._SPECIALISED | more)
+    more = {(128, True): (4, 0), (256, False): (2, 0)}
+    for name, given in (("_SPECIALISED", more), ("_SPECIALISED_CODES", {})):
+        shapes = {shape: (stages, 0) for shape, (stages, _) in getattr(_attention_plan, name).items()}
+        monkeypatch.setattr(_attention_plan, name, shapes | given)
     monkeypatch.setattr(sys.modules["specdec.ops.tree_attention"], "make_plan", recorded)
     return plans
 
