@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # What has to be run on a machine with a GPU: correctness first, then timings. Needs the package with its test and demo
-# extras. ROUNDS names the models of which whole rounds are timed (llama, gemma, smollm2); smollm2 needs PROMPTS, which
-# names Spec-Bench's question.jsonl. With the first alone it takes less than eight minutes on 16 cores and an H200, most
-# of them for compiling kernels.
+# extras. Most of the time goes into compiling kernels, so one in three cases of each test is run; ALL=1 runs all of them.
+# ROUNDS names the models of which whole rounds are timed (llama, gemma, smollm2); smollm2 needs PROMPTS, which names
+# Spec-Bench's question.jsonl.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-OMP_NUM_THREADS=1 python3 -m pytest -q -m gpu -p no:benchmark -n "${WORKERS:-$(nproc)}" --dist worksteal tests
+share=(--one-in "$([ -n "${ALL:-}" ] && echo 1 || echo 3)")
+OMP_NUM_THREADS=1 python3 -m pytest -q -m gpu -p no:benchmark -n "${WORKERS:-$(nproc)}" --dist worksteal "${share[@]}" tests
 python3 examples/benchmarks/verify_attention.py
 rounds=()
 for model in ${ROUNDS:-llama}; do rounds+=(--part "$model"); done
