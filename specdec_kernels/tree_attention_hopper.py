@@ -5,6 +5,7 @@ window, no padding, no soft cap, and runs that are added up. The copy engine kee
 a tile become weights, the tensor cores multiply the weights of the tile before with its values.
 
 INT8 keys are multiplied as they are, and INT8 values are widened meanwhile into one of two tiles (`_hopper_codes`).
+Of wide keys there is room for one tile. It arrives in pieces, and its values when those of the tile before are used.
 
 A launch finds its code outside the caches of a multiprocessor, and what runs once takes longer to arrive than to run.
 So there is one loop for all tiles, and the copy engine fetches queries and stores parts.
