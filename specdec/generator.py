@@ -6,7 +6,7 @@ rounds run on what it prepared. `generate` folds over `rounds`, so the two can n
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +23,7 @@ from specdec.hf.attention import Attention
 from specdec.hf.cache import RowCache
 from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
-from specdec.hf.request import Attachment, Execution, Request
+from specdec.hf.request import Attachment, Execution, Request, in_plain_mode
 from specdec.hf.target import ModelTarget
 from specdec.kv import KVCacheConfig
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
@@ -99,19 +99,16 @@ class SpeculativeGenerator:
         self.model: Any = model
         self.drafter: Drafter = drafter if drafter is not None else drafters.PromptLookupDrafter()
         self.tree: TreeBuilder = tree if tree is not None else trees.BestFirst(nodes=15)
-        self.verifier = verifier
-        self.cache = cache
+        self.verifier, self.cache, self.tokenizer = verifier, cache, tokenizer
         self.attention, self.execution = attention, execution
-        self.tokenizer = tokenizer
         self.controller: Controller = controller if controller is not None else control.Always()
         if verifier is not None:
             verifier.check(self.tree)
         if isinstance(self.tree, Recorder) and type(verifier) not in (type(None), verify.TargetOnly):
             raise UnsupportedError(f"rounds are recorded under verify.TargetOnly, not {type(verifier).__name__}.")
-        self.stats = GenerationStats()
         self._generate: Callable[..., Any] = _plain_generate(model)
         self._serving: Request | None = None
-        self._programs, self._compiled = device_rounds.Programs(), False
+        self.stats, self._programs, self._compiled = GenerationStats(), device_rounds.Programs(), False
 
     @classmethod
     def from_pretrained(
@@ -201,7 +198,7 @@ class SpeculativeGenerator:
             custom_generate=custom_generate,
             **kwargs,
         )
-        for _ in self._run(request):
+        for _ in in_plain_mode(self._run(request)):
             pass
         return request.result()
 
@@ -211,7 +208,7 @@ class SpeculativeGenerator:
         Arguments are checked at once; the model first runs when the iterator is first advanced. A drafter and a
         controller serve one request at a time: finish or close an iterator before the next call.
         """
-        return self._run(self._prepare(inputs, **kwargs))
+        return in_plain_mode(self._run(self._prepare(inputs, **kwargs)))
 
     def compile(self) -> "SpeculativeGenerator":
         """Lets `torch.compile` fuse what lies between the matrix products of device rounds; returns the generator.
@@ -252,6 +249,7 @@ class SpeculativeGenerator:
         if vars(self.model).get("generate") == self.generate:
             del vars(self.model)["generate"]
 
+    @torch.inference_mode(False)  # what stays here for later requests must not be of that mode
     def _prepare(
         self,
         inputs: Tensor | None,
@@ -287,6 +285,7 @@ class SpeculativeGenerator:
             arguments.check_model_inputs(model_kwargs)
             arguments.check_outputs(generation_config)
             config, drafting = generation_config, nodes > 0
+            input_ids = input_ids.to(torch.int64)  # committed tokens are, in plain generate too
             target = ModelTarget(
                 self.model,
                 input_ids,
@@ -349,8 +348,7 @@ class SpeculativeGenerator:
         request: Request = self._generate(inputs, custom_generate=bind, **kwargs)
         return request
 
-    @torch.no_grad()
-    def _run(self, request: Request) -> Iterator[Round]:
+    def _run(self, request: Request) -> Generator[Round, None, None]:
         """Runs the rounds of a request and keeps its statistics."""
         listed = drafters.Shortlist.of([self.drafter])
         self._serving, stats = request, GenerationStats(None if listed is None else listed.mask)

@@ -16,6 +16,7 @@ from tests import helpers
 
 NEW = 16
 START = helpers.START["one"]
+PROMPT = torch.tensor(helpers.PROMPTS["one"])
 
 
 def compare(target: Any, **request: Any) -> helpers.Run:
@@ -275,11 +276,39 @@ def test_arguments_by_position_and_in_inference_mode(positional):
     assert output.tolist() == helpers.text("one", NEW).tolist()
 
 
+@pytest.mark.parametrize("execution", ["host", "device"])
+def test_a_call_in_inference_mode_leaves_no_trace(execution):
+    """Tensors of that mode cannot be changed outside, and a generator keeps buffers for its next request."""
+    served = SpeculativeGenerator(helpers.model("llama"), execution=execution)
+    request = {"max_new_tokens": NEW, "do_sample": False}
+    expected = helpers.plain(helpers.model("llama"), input_ids=PROMPT, **request)
+    with torch.inference_mode():
+        prompt = PROMPT.clone()
+        assert torch.equal(served.generate(prompt, **request), expected)
+        rounds = served.rounds(prompt, **request)
+        first = next(rounds)
+    committed = [first.committed, *(round.committed for round in rounds)]
+    assert torch.cat(committed, 1).numel() >= NEW
+    assert torch.equal(served.generate(PROMPT, **request), expected)
+
+
+@pytest.mark.parametrize("execution", ["host", "device"])
+def test_a_prompt_of_int32(execution):
+    served = SpeculativeGenerator(helpers.model("llama"), execution=execution)
+    request = {"max_new_tokens": NEW, "do_sample": False}
+    expected = helpers.plain(helpers.model("llama"), input_ids=PROMPT, **request)
+    for kind in (torch.int32, torch.int64):
+        found = served.generate(PROMPT.to(kind), **request)
+        assert found.dtype == torch.int64
+        assert torch.equal(found, expected)
+
+
 def test_gradients_are_off_inside_and_on_between_rounds():
     generator = SpeculativeGenerator(helpers.model(), OracleDrafter(helpers.text("one", NEW), [9]), trees.Chain(4))
     for round in generator.rounds(**helpers.batch(helpers.ONE), max_new_tokens=NEW, do_sample=False):
         assert torch.is_grad_enabled()
         assert not round.tree.scores.requires_grad
+        assert not round.tree.scores.is_inference()
 
 
 # ------------------------------------------------------------------------------------------------------ side effects

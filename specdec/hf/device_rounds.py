@@ -150,7 +150,10 @@ def obstacle(
     if config.return_dict_in_generate:
         return "only token ids are returned from device rounds (return_dict_in_generate=True asks for more)"
     if ledger.lockstep:
-        return "a batch with criteria of one's own goes token by token"
+        return (
+            "rows of a batch end by stop tokens (eos_token_id=), and with these also by time limits and stop strings; "
+            "criteria and processors of your own see the batch token by token"
+        )
     if nodes < 1:
         return "nothing is to be drafted"
     if target.device_obstacle:

@@ -1,5 +1,6 @@
 """A prepared `generate` call: what transformers resolved, bound to the parts that will serve it."""
 
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -13,6 +14,7 @@ from specdec.hf.ledger import TokenLedger
 from specdec.hf.records import Records
 from specdec.hf.target import ModelTarget
 from specdec.protocols import Verifier
+from specdec.types import Round
 
 Execution: TypeAlias = Literal["host", "device", "auto"]
 """Where the rounds of a request run."""
@@ -51,6 +53,22 @@ class Request:
             hidden_states=self.records.output_hidden_states(),
             cache=cache,
         )
+
+
+def in_plain_mode(rounds: Generator[Round, None, None]) -> Iterator[Round]:
+    """Makes each round without gradients and outside of inference mode, of which the caller notices nothing.
+
+    Tensors that are made in inference mode cannot be changed outside of it, and buffers stay for later requests.
+    """
+    try:
+        while True:
+            with torch.inference_mode(False), torch.no_grad():
+                round = next(rounds, None)
+            if round is None:
+                return
+            yield round
+    finally:
+        rounds.close()
 
 
 @dataclass(frozen=True, slots=True)

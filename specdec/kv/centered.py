@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.kv._checks import require_codec
+from specdec.kv._checks import require_codec, require_fitted
 from specdec.protocols import KVCodec
 
 
@@ -52,10 +52,12 @@ class Centered:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """The centred rows, encoded."""
+        require_fitted("Centered", state)
         return self.inner.encode(rows.float() - state[0], state[1:])
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """The decoded rows plus the mean."""
+        require_fitted("Centered", state)
         return (self.inner.decode(parts, state[1:], torch.float32) + state[0]).to(dtype)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
+from specdec.kv._checks import require_fitted
 from specdec.ops.quantize import LARGEST_E4M3, to_e4m3, to_fp8
 
 _HEADROOM = 2.0  # rows of a text may exceed those of its prompt; the range of a float costs no precision
@@ -53,6 +54,7 @@ class FP8:
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Codes `[..., dim]`, and scales `[..., 1]` unless one per head was fitted."""
         if self.scale == "head":
+            require_fitted("FP8(scale='head')", state)
             return (to_e4m3(rows.float() / state[0]),)
         return to_fp8(rows)
 
@@ -60,5 +62,7 @@ class FP8:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales."""
+        if self.scale == "head":
+            require_fitted("FP8(scale='head')", state)
         scales = state[0] if self.scale == "head" else parts[1]
         return (parts[0].view(torch.float8_e4m3fn).float() * scales).to(dtype)

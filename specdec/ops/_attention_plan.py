@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -186,7 +187,10 @@ def occupancy(
     Raises:
         ShapeError: for a shape without work.
     """
-    if shape.batch * shape.rows * shape.slots == 0 or multiprocessors == 0:
+    given: Any = shape
+    if not isinstance(given, AttentionShape):
+        raise ShapeError(f"occupancy: shape must be an ops.AttentionShape, got {type(given).__name__}.")
+    if shape.batch * shape.rows * shape.slots == 0 or (multiprocessors is not None and multiprocessors < 1):
         raise ShapeError(f"occupancy: nothing to cut in {shape} for {multiprocessors} multiprocessors.")
     asked = device_of(device)
     if multiprocessors is not None:

@@ -117,7 +117,7 @@ def _reference(
         before = torch.zeros_like(last) if scores.shape[2] == 1 else last
         edges = scores[:, level].gather(1, before[:, :, None].expand(-1, -1, candidates))
         paths = (above[:, :, None] + edges).masked_fill((reach <= level)[:, None, None], -torch.inf)
-        kept = min(nodes, paths[0].numel())
+        kept = min(nodes, paths.shape[1] * candidates)
         above, order = (
             paths.nan_to_num(nan=-torch.inf, neginf=-torch.inf).flatten(1).sort(dim=1, descending=True, stable=True)
         )

@@ -276,9 +276,13 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "a processor of one's own": ({"logits_processor": [Shift()]}, "Shift must see the prefix of each token"),
     "no drafts": ({"num_draft_tokens": 0}, "nothing is to be drafted"),
     "a mask with gaps": ({"attention_mask": torch.tensor([[1, 0, *[1] * 7]])}, "has gaps"),
+    "a time limit in a batch without stop tokens": (
+        {**helpers.batch(helpers.FOUR), "max_time": 1e9, "eos_token_id": None},
+        r"with these also by time limits",
+    ),
     "criteria of one's own in a batch": (
         {**helpers.batch(helpers.FOUR), "stopping_criteria": [At(30)]},
-        "a batch with criteria of one's own goes token by token",
+        "criteria and processors of your own see the batch token by token",
     ),
 }
 

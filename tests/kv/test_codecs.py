@@ -201,3 +201,12 @@ def test_codecs_are_values() -> None:
     for one, other in itertools.combinations(CODECS.values(), 2):
         assert one != other
     assert all(isinstance(codec, KVCodec) for codec in CODECS.values())
+
+
+@pytest.mark.parametrize("codec", [kv.FP8(scale="head"), kv.Centered(kv.Int8())], ids=str)
+def test_a_codec_that_learns_from_a_prompt_asks_for_what_it_learnt(codec: KVCodec) -> None:
+    rows = torch.randn(1, 2, 5, 8)
+    parts = codec.encode(rows, codec.fit(rows))
+    for call in (lambda: codec.encode(rows), lambda: codec.decode(parts)):
+        with pytest.raises(ShapeError, match=r"state = codec\.fit\(rows\)"):
+            call()

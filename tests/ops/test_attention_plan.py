@@ -1,6 +1,7 @@
 """How attention work is cut: enough work items, never more than there is work, and what the article calculates."""
 
 import dataclasses
+import inspect
 
 import pytest
 from hypothesis import given
@@ -123,3 +124,11 @@ def test_bytes_and_occupancy() -> None:
     assert whole.unsplit == 16
     assert whole.per_multiprocessor == whole.work_items / 132
     assert "2 query" not in str(whole)
+
+
+def test_occupancy_of_what_is_no_shape_or_device_is_refused() -> None:
+    shape = ops.AttentionShape(1, 16, 2, 7, 100, 64)
+    with pytest.raises(ShapeError, match=r"must be an ops\.AttentionShape, got tuple"):
+        inspect.unwrap(ops.occupancy)((1, 16, 2, 7, 100, 64))
+    with pytest.raises(ShapeError, match="for -1 multiprocessors"):
+        ops.occupancy(shape, multiprocessors=-1)

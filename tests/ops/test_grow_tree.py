@@ -191,3 +191,11 @@ def test_probabilities_in_place_of_logarithms_are_noticed() -> None:
     call = lattice(1, 1, 2, 2, conditional=False, ties=False)
     with pytest.raises(ShapeError, match=r"at most 0; got some above\. Is a \.log\(\) missing"):
         ops.grow_tree(**(call | {"scores": call["scores"].exp()}), nodes=3)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_an_empty_batch(impl: ops.Impl) -> None:
+    call = lattice(0, 0, 3, 2, conditional=True, ties=False)
+    tokens, parents, num_nodes = ops.grow_tree(**call, nodes=5, impl=impl)
+    assert tokens.shape == parents.shape == (0, 6)
+    assert num_nodes.shape == (0,)
