@@ -176,7 +176,6 @@ def obstacle(
     return ""
 
 
-@torch.no_grad()
 def device_rounds(
     target: ModelTarget,
     ledger: TokenLedger,

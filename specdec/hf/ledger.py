@@ -11,6 +11,7 @@ Anything else in a batch (a user's own processor or criterion, one with internal
 token with exactly the batch that plain `generate` would give it.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -125,7 +126,6 @@ class TokenLedger:
         self._end_together = self.lockstep and not self._stops_rows
         self._shows_scores = records.scores and not _all_of(criteria, ROW_WISE_CRITERIA)
         self._scores: tuple[Tensor, ...] = ()
-        self._ends = self._ends_alone()
         self._prompt = prompt
         self._prompt_mask = None if prompt_mask is None else prompt_mask.to(input_ids.device)
         self._ids = input_ids.new_full((batch, prompt + 64), self._pad)
@@ -150,8 +150,12 @@ class TokenLedger:
         ends = [item for item in self.criteria if type(item) is stopping_criteria.EosTokenCriteria]
         return sorted({token for item in ends for token in item.eos_token_id.flatten().tolist()})
 
-    def _ends_alone(self) -> tuple[frozenset[int], int] | None:
-        """Stop tokens and the length limit, if nothing else is to be asked, recorded or told per token."""
+    @functools.cached_property
+    def _ends(self) -> tuple[frozenset[int], int] | None:
+        """Stop tokens and the length limit, if nothing else is to be asked, recorded or told per token.
+
+        Read once, by the first round that is committed whole: stop tokens may lie on a GPU.
+        """
         known = (stopping_criteria.MaxLengthCriteria, stopping_criteria.EosTokenCriteria)
         if self.lockstep or self.records.wanted or not _all_of(self.criteria, known):
             return None
