@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where each case compiles kernels of its own, a share of them tells most of what all of them would."""
+    """Leaves out cases where a share is asked for: on a GPU each compiles kernels of its own."""
     seen: set[str] = set()
     kept, left = [], []
     for item in items:

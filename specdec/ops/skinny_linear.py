@@ -1,7 +1,7 @@
 """A linear layer for few rows: its time is that of reading the weights once.
 
 A verify pass multiplies a handful of rows with every matrix of the model. Libraries' products are made for many rows;
-for few they read weights at two thirds of what the memory gives, less where the matrix is small.
+for few, cuBLAS reads weights at half to nine tenths of what the memory of an H200 gives, at less where they are small.
 """
 
 from dataclasses import dataclass
