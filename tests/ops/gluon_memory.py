@@ -132,7 +132,7 @@ class Barrier:
 class Barriers(list[Barrier]):
     """Several of them."""
 
-    def index(self, place: Any) -> Barrier:  # type: ignore[override]
+    def index(self, place: Any) -> Barrier:  # type: ignore[override]  # of barriers
         return self[int(place)]
 
 

@@ -123,7 +123,14 @@ _INSTRUCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def assembly(asm: str, constraints: str, args: list[Any], dtype: Any, is_pure: bool, pack: int) -> Any:  # noqa: ARG001
+def assembly(
+    asm: str,
+    constraints: str,
+    args: list[Any],
+    dtype: Any,
+    is_pure: bool,  # noqa: ARG001 - Gluon's signature
+    pack: int,
+) -> Any:
     """Runs `asm` for so many neighbouring numbers at a time, in words of 32 bits."""
     given = [np.asarray(each.data if isinstance(each, Value) else np.int32(each), order="C") for each in args]
     words = [word for each in given for word in each.reshape(-1, pack).view(np.uint32).T]

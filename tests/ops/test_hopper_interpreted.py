@@ -34,8 +34,8 @@ KINDS = {"float16": (128, False, 48), "int8": (128, True, 48), "wide": (256, Fal
 @functools.cache
 def kernel(*changes: tuple[str, str]) -> ModuleType:
     module = gluon_interpreter.load(MODULES, dict(changes))
-    module.pdl = lambda _device: False  # type: ignore[attr-defined]
-    module.launch_late = lambda _device: {}  # type: ignore[attr-defined]
+    module.pdl = lambda _device: False  # type: ignore[attr-defined]  # a module that is made here
+    module.launch_late = lambda _device: {}  # type: ignore[attr-defined]  # as above
     return module
 
 
