@@ -81,12 +81,14 @@ def main() -> None:
     arguments = parser.parse_args()
     raw: dict[str, Any] = {"figures": {}}
     if arguments.merge:
-        for path in arguments.merge:
-            part = json.loads(path.read_text(encoding="utf-8"))
+        parts = [json.loads(path.read_text(encoding="utf-8")) for path in arguments.merge]
+        for part in parts:
             raw = {**part, "figures": raw["figures"] | part["figures"]}
+        raw["revision"] = ", ".join(dict.fromkeys(part["revision"] for part in parts))
     else:
         torch.manual_seed(0)
-        raw = {"device": torch.cuda.get_device_name(), "versions": report.installed(), "figures": {}}
+        origin = {"device": torch.cuda.get_device_name(), "revision": report.REVISION, "versions": report.installed()}
+        raw = {**origin, "figures": {}}
         raw["figures"]["read_bandwidth"] = report.figure(bandwidth() / 1e12, "TB/s", "a sum over 4 GB")
         for name in arguments.part or PARTS:
             for figures in PARTS[name](arguments):
@@ -95,7 +97,7 @@ def main() -> None:
                     arguments.save.write_text(json.dumps(raw), encoding="utf-8")
             torch.cuda.empty_cache()
     if not arguments.save:
-        report.write("gpu-rounds", raw["figures"], device=raw["device"], versions=raw["versions"])
+        report.write("gpu-rounds", raw.pop("figures"), **raw)
 
 
 def smollm2(arguments: argparse.Namespace) -> Figures:
@@ -169,6 +171,7 @@ def against_generate(name: str, model: Any, prompts: list[torch.Tensor], *, new_
         generator.generate(rows, **greedy)  # captures
         rate = new_tokens * batch / timed(lambda prompt: generator.generate(prompt, **greedy), [rows])
         yield {f"{name}.b{batch}.tokens_per_second": report.figure(rate, "tokens/s", "all rows, wall time")}
+        yield rounds(f"{name}.b{batch}", generator, rows, floor=None)
 
 
 def timed(run: Any, prompts: list[torch.Tensor]) -> float:

@@ -4,6 +4,7 @@ import json
 import platform
 import subprocess
 import sys
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ FOLDER = ROOT / "docs" / "benchmarks"
 
 
 def _revision() -> str:
-    answer = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    return answer.stdout.strip() or "unknown"
+    """The commit that is checked out, and whether files other than reports differ from it."""
+    git = partial(subprocess.run, cwd=ROOT, capture_output=True, text=True, check=False)
+    revision = git(["git", "rev-parse", "--short", "HEAD"]).stdout.strip()
+    changed = git(["git", "diff", "--quiet", "HEAD", "--", ".", f":!{FOLDER.relative_to(ROOT)}"]).returncode
+    return revision + ("-dirty" if changed else "") if revision else "unknown"
 
 
-REVISION = _revision()  # before a report makes the tree dirty
+REVISION = _revision()  # when a run begins
 
 
 def figure(value: float, unit: str, against: str) -> dict[str, Any]:
