@@ -21,9 +21,12 @@ from specdec.drafters.block import BlockContext
 from specdec.drafters.block.heads import best
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf.fusion import compiled as fused
-from specdec.hf.merged import merged_twin
+from specdec.hf.merged import Groups, merged_twin
 from specdec.ops.grow_tree import MOST
 from specdec.protocols import DraftContext
+
+GROUPS: Groups = (("k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Projections that are merged: those of the queries are left out, since context has keys and values alone."""
 
 
 class DeviceBlock:
@@ -88,8 +91,8 @@ class DeviceBlock:
             **options: for `torch.compile`, instead of those of `fusion`.
         """
         compiled: Any = functools.partial(torch.compile, dynamic=False, **options) if options else fused
-        self._drafts = merged_twin(self.model)[0]
-        self._propose, self._extend = compiled(self._proposed), compiled(self.model.extend)
+        self._drafts = merged_twin(self.model, GROUPS)[0]
+        self._propose, self._extend = compiled(self._proposed), compiled(self._drafts.extend)
 
     @torch.no_grad()
     def prepare(self, context: DraftContext, capacity: int) -> None:

@@ -5,19 +5,22 @@ at a fraction of the speed of a large one. The queries', keys' and values' proje
 the gate and the up projection of an MLP, and all projections of a gated delta layer but the last. The twin shares
 every module and weight with the model, but for these: their weights are copied into one matrix each. Where its kernel
 runs, `ops.skinny_linear` multiplies (see `skinny`). Experts are run by `ops.routed_experts` where it computes the same
-(see `experts`), with the weights that they have, and norms of whole states by `ops.rms_norm` (see `norms`). The model
-itself stays as it is.
+(see `experts`), with the weights that they have, and norms of whole states by `ops.rms_norm` (see `norms`). Whatever
+stands in for a module has its attributes too. The model itself stays as it is.
 """
 
 import copy
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from specdec.hf import experts, norms, skinny
 
-GROUPS = (
+Groups: TypeAlias = tuple[tuple[str, ...], ...]
+StandIn = TypeVar("StandIn", bound=nn.Module)
+
+GROUPS: Groups = (
     ("q_proj", "k_proj", "v_proj"),
     ("q_proj", "k_proj"),
     ("gate_proj", "up_proj"),
@@ -64,10 +67,14 @@ class Projection(nn.Module):
         return self.merged.part(self.index, given)
 
 
-def merged_twin(model: nn.Module) -> tuple[Any, int]:
+def merged_twin(model: nn.Module, groups: Groups = GROUPS) -> tuple[Any, int]:
     """The twin of a model, and how many projections it merged.
 
     Only plain `nn.Linear` modules are merged that nothing hooks into and that agree in dtype, device and bias.
+
+    Args:
+        model: the model, or a part of one.
+        groups: names of projections to merge, as `GROUPS`.
 
     Example:
         >>> from specdec.hf.merged import merged_twin
@@ -79,19 +86,38 @@ def merged_twin(model: nn.Module) -> tuple[Any, int]:
     """
     replacement = _replacement(model)
     if replacement is not None:
-        return replacement, 2 * isinstance(replacement, skinny.SkinnyMLP)
-    children = {name: merged_twin(child) for name, child in model._modules.items() if child is not None}
-    groups = _group(model)
-    if not groups and all(twin is model._modules[name] for name, (twin, _) in children.items()):
+        return standing_for(model, replacement), 2 * isinstance(replacement, skinny.SkinnyMLP)
+    children = {name: merged_twin(child, groups) for name, child in model._modules.items() if child is not None}
+    found = _group(model, groups)
+    if not found and all(twin is model._modules[name] for name, (twin, _) in children.items()):
         return model, 0
     twin, count = copy.copy(model), sum(inner for _, inner in children.values())
     twin._modules = {**model._modules, **{name: child for name, (child, _) in children.items()}}
-    for names in groups:
+    for names in found:
         linears: list[Any] = [getattr(model, name) for name in names]
         merged = Merged(linears)
-        twin._modules.update({name: Projection(merged, index) for index, name in enumerate(names)})
+        parts = (standing_for(linear, Projection(merged, index)) for index, linear in enumerate(linears))
+        twin._modules.update(zip(names, parts, strict=True))
         count += len(names)
     return twin, count
+
+
+def standing_for(module: nn.Module, stand_in: StandIn) -> StandIn:
+    """Gives a stand-in what the module has and it lacks: code around it may read that, as in `norm.weight.dtype`.
+
+    Example:
+        >>> from torch import nn
+        >>> from specdec.hf.merged import standing_for
+        >>> norm = nn.RMSNorm(8, eps=1e-5)
+        >>> other = standing_for(norm, nn.Identity())
+        >>> other.weight is norm.weight, other.eps
+        (True, 1e-05)
+    """
+    has = vars(module)
+    for name, value in (has | has["_parameters"] | has["_buffers"] | has["_modules"]).items():
+        if not hasattr(stand_in, name):
+            vars(stand_in)[name] = value  # not registered: the stand-in does not compute with it
+    return stand_in
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
@@ -103,10 +129,10 @@ def _replacement(module: nn.Module) -> nn.Module | None:
     return experts.replaced(module) or skinny.mlp(module) or norms.replaced(module)
 
 
-def _group(module: nn.Module) -> list[tuple[str, ...]]:
-    """Names of projections of a module that can be merged."""
+def _group(module: nn.Module, groups: Groups) -> list[tuple[str, ...]]:
+    """Those of the groups that a module has and that can be merged."""
     found: list[tuple[str, ...]] = []
-    for names in GROUPS:
+    for names in groups:
         if any(name in group for group in found for name in names):
             continue
         linears: list[Any] = [module._modules.get(name) for name in names]

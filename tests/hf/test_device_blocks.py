@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec import SpeculativeGenerator, drafters, trees
 from specdec.drafters import BlockDrafter
 from specdec.errors import UnsupportedError
+from specdec.hf import device_block, norms, round_program, skinny
 from specdec.hf.device_block import DeviceBlock
+from specdec.hf.merged import Projection
 from specdec.protocols import DraftContext, TreeBuilder
 from tests import helpers
 from tests.drafters.block.checkpoints import write
@@ -58,8 +60,31 @@ def test_drafts_are_those_of_the_host(dialect: str, tree: str) -> None:
         with pytest.raises(UnsupportedError, match="a Markov head scores all tokens after each other"):
             generator(target, drafter=drafter, tree=TREES[tree]).generate(**request())
         return
-    there = serve(generator(target, drafter=drafter, tree=TREES[tree]), **request())
-    here = helpers.speculate(target, BlockDrafter(drafter.model), TREES[tree], **request())
+    as_on_the_host(drafter, TREES[tree], generator(target, drafter=drafter, tree=TREES[tree]))
+
+
+@pytest.mark.parametrize("dialect", ["dflash_flat", "dflash2", "speculators_dflash", "dspark_rnn"])
+def test_merged_drafts_are_those_of_the_host(dialect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all that takes the place of layers in a compiled drafter, but run step by step."""
+    monkeypatch.setattr(skinny, "serves", lambda weight: weight.dim() == 2)
+    monkeypatch.setattr(norms, "serves", lambda weight: weight.dim() == 1)
+    for module in (device_block, round_program):
+        monkeypatch.setattr(module, "fused", lambda function: function)
+    drafter, tree = drafter_of("llama", dialect), TREES["chain" if dialect == "dspark_rnn" else "best first"]
+    served = generator(helpers.model(), drafter=drafter, tree=tree).compile()
+    as_on_the_host(drafter, tree, served)
+    twin = served._programs._program.draft._drafts  # type: ignore[union-attr]  # a block draft
+    kinds = [type(module) for module in twin.modules()]
+    layers = len(drafter.model.layers)
+    assert kinds.count(Projection) == 4 * layers
+    assert kinds.count(norms.SkinnyNorm) > 2 * layers
+    assert nn.Linear not in kinds
+
+
+def as_on_the_host(drafter: BlockDrafter, tree: TreeBuilder, served: SpeculativeGenerator) -> None:
+    """Serves a request and compares each of its rounds with one on the host."""
+    there = serve(served, **request())
+    here = helpers.speculate(served.model, BlockDrafter(drafter.model), tree, **request())
     assert there.output.tolist() == here.output.tolist()
     compared = 0
     for device, host in zip(there.rounds[1:], here.rounds[1:], strict=True):

@@ -1,13 +1,15 @@
 """A twin with merged projections computes what the model does, and leaves the model alone."""
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
 
 from specdec.drafters._layers import MLP
-from specdec.hf import skinny
+from specdec.hf import merged, norms, skinny
 from specdec.hf.merged import Merged, Projection, merged_twin
-from specdec.testing import tiny_model
+from specdec.testing import FAMILIES, tiny_model
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 COUNTS = {"llama": 10, "qwen2": 10, "gemma3": 20, "gemma4_shared": None, "gpt2": 0, "phi3": 0}
@@ -116,3 +118,30 @@ def test_an_mlp_is_told_by_what_it_computes(monkeypatch: pytest.MonkeyPatch) -> 
     other = model.model.layers[1].mlp
     other.act_fn = nn.Tanh()
     assert skinny.mlp(other) is None
+
+
+def _read_by_others(model: nn.Module) -> list[str]:
+    """What modules have and what stands for them in a twin does not."""
+    twin, missing = merged_twin(model)[0], []
+    for path, module in model.named_modules():
+        with contextlib.suppress(AttributeError):  # part of what is replaced as a whole
+            stand_in = twin.get_submodule(path)
+            names = [*vars(module), *(name for name, _ in module.named_parameters(recurse=False))]
+            missing += [f"{path}.{name}" for name in names if not hasattr(stand_in, name)]
+    return missing
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_code_around_a_module_may_read_what_it_has(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards read `norm.weight.dtype`, `head.out_features` and the like; what stands there has them too."""
+    monkeypatch.setattr(skinny, "serves", lambda weight: weight.dim() == 2)
+    monkeypatch.setattr(norms, "serves", lambda weight: weight.dim() == 1)
+    model = tiny_model(family)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")
+    assert _read_by_others(model) == []
+    with torch.no_grad():
+        torch.testing.assert_close(merged_twin(model)[0](IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
+    with monkeypatch.context() as wrong:
+        wrong.setattr(merged, "standing_for", lambda _, stand_in: stand_in)
+        assert _read_by_others(model), "a stand-in with attributes of its own alone went unnoticed"
