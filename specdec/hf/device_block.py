@@ -7,6 +7,7 @@ nothing has to be put back when a graph is captured.
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -18,7 +19,10 @@ from specdec.drafters import BlockDrafter
 from specdec.drafters._committed import committed_text
 from specdec.drafters._proposals import log_law
 from specdec.drafters.block import BlockContext
+from specdec.drafters.block.backbone import Block, Masks
+from specdec.drafters.block.context import KeysValues
 from specdec.drafters.block.heads import best
+from specdec.drafters.block.operator import serving
 from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf.fusion import compiled as fused
 from specdec.hf.merged import Groups, merged_twin
@@ -62,8 +66,9 @@ class DeviceBlock:
         self.levels = min(self.length, depth or nodes, nodes)
         self._context: BlockContext | None = None
         self._pads: Int[Tensor, " batch"] | None = None
+        self._masks: Masks = {}
         self._propose: Callable[[Tensor, BlockContext], tuple[Tensor, Tensor]] = self._proposed
-        self._extend: Callable[[BlockContext, Tensor, Tensor], None] = self.model.extend
+        self._context_rows: Callable[[Tensor, BlockContext], list[KeysValues]] = self.model.context_rows
 
     def __repr__(self) -> str:
         return f"<DeviceBlock: {self.model.spec.family}, {self.nodes} nodes, {self.levels} levels>"
@@ -92,7 +97,7 @@ class DeviceBlock:
         """
         compiled: Any = functools.partial(torch.compile, dynamic=False, **options) if options else fused
         self._drafts = merged_twin(self.model, GROUPS)[0]
-        self._propose, self._extend = compiled(self._proposed), compiled(self._drafts.extend)
+        self._propose, self._context_rows = compiled(self._proposed), compiled(self._drafts.context_rows)
 
     @torch.no_grad()
     def prepare(self, context: DraftContext, capacity: int) -> None:
@@ -109,7 +114,7 @@ class DeviceBlock:
         if held is None or self._pads is None:
             size = capacity + self.model.spec.rows(self.length)
             held = BlockContext(self.model.spec.windows, batch, device, capacity=size)
-            self._context, self._pads = held, pads
+            self._context, self._pads, self._masks = held, pads, {}
         else:
             held.lengths.zero_()
             self._pads.copy_(pads)
@@ -122,8 +127,14 @@ class DeviceBlock:
         context, pads = self._ready()
         context.lengths.copy_(lengths - 1 - pads)
         root = tokens.gather(1, lengths[:, None] - 1).squeeze(1)
-        candidates, scores = self._propose(root, context)
+        with self._attending(context):
+            candidates, scores = self._propose(root, context)
         return ops.grow_tree(candidates, scores, root, nodes=self.nodes, limits=limits)
+
+    def _attending(self, context: BlockContext) -> AbstractContextManager[None]:
+        """Lets compiled layers attend to a context and to one block behind it."""
+        block, layers = Block(context, self.model.spec.rows(self.length), self._masks), self.model.stack
+        return serving(lambda layer, *heads: block.attend(layers[layer].self_attn, *heads))
 
     def _proposed(self, root: Tensor, context: BlockContext) -> tuple[Tensor, Tensor]:
         """Candidates of each level, and their log-probabilities after those of the level before."""
@@ -147,7 +158,8 @@ class DeviceBlock:
         """
         context, _ = self._ready()
         index = path.clamp_min(0)[:, :, None].expand(-1, -1, features.shape[-1])
-        self._extend(context, features.gather(1, index).to(self.model.norm.weight), counts)
+        rows = self._context_rows(features.gather(1, index).to(self.model.norm.weight), context)
+        context.append_fixed(rows, counts)
 
     def _ready(self) -> tuple[BlockContext, Tensor]:
         if self._context is None or self._pads is None:

@@ -11,47 +11,37 @@ from torch._dynamo.utils import counters
 from transformers import AttentionInterface
 
 from specdec.errors import SpecdecError
-from specdec.hf import attention, fusion, norms, skinny
-from specdec.hf.experts import RoutedExperts
-from specdec.hf.fixed_cache import FixedCache, PassedLayer
-from specdec.hf.fixed_states import FixedStates, PassedState
-from specdec.hf.merged import Merged, Projection
-from specdec.hf.recurrent import RecurrentCache
-from specdec.hf.round_context import RoundContext
+from specdec.hf import (
+    attention,
+    experts,
+    fixed_cache,
+    fixed_states,
+    fusion,
+    merged,
+    norms,
+    recurrent,
+    round_context,
+    skinny,
+)
+from specdec.hf.fixed_cache import FixedCache
 from specdec.hf.round_program import AHEAD
 from specdec.hf.target import ModelTarget
 from specdec.testing import tiny_model
 from tests import helpers
 from tests.hf.device_runs import generator, oracle, serve
+from tests.unchecked import unchecked
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the compiler's own
 NEW = 24
 SUMS = {"llama": 2, "gemma3": 0, "qwen3_5": 2, "gemma4_moe": 0, "qwen3_moe": 1}
 """Sums of a layer that a product in front of them takes over; Gemma's stand behind norms, experts are another op."""
-PASSED = ["lazy_initialization", "update", "get_mask_sizes", "get_seq_length", "get_max_length"]
 
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing compiled before, and no checks of annotations in what the compiler sees."""
-    seen: dict[type, list[str]] = {
-        PassedLayer: PASSED,
-        PassedState: ["update_conv_state", "update_recurrent_state"],
-        RecurrentCache: ["get_conv_state"],
-        FixedStates: ["serve"],
-        RoundContext: ["attend", "convolve", "rule", "_states"],
-        Merged: ["part"],
-        Projection: ["forward"],
-        skinny.SkinnyLinear: ["forward"],
-        skinny.SkinnyMLP: ["forward"],
-        norms.SkinnyNorm: ["forward"],
-        RoutedExperts: ["forward"],
-    }
-    for owner, names in seen.items():
-        for name in names:
-            monkeypatch.setattr(owner, name, inspect.unwrap(getattr(owner, name)))
-    monkeypatch.setattr(skinny, "linear", inspect.unwrap(skinny.linear))
-    monkeypatch.setattr(norms, "norm", inspect.unwrap(norms.norm))
+    unchecked(monkeypatch, experts, fixed_cache, fixed_states, merged, norms, recurrent, round_context, skinny)
+    unchecked(monkeypatch, attention)
     monkeypatch.setattr(fusion, "lowered", lambda module, inputs: module.forward)  # noqa: ARG005 - Inductor's
     monkeypatch.setitem(AttentionInterface._global_mapping, attention.NAME, inspect.unwrap(attention.attend))
     torch._dynamo.reset()
@@ -157,7 +147,9 @@ def test_no_more_rounds_are_launched_than_have_a_place_for_their_record() -> Non
 def test_attention_without_a_tree_is_an_error() -> None:
     target = ModelTarget(helpers.model(), torch.tensor(helpers.ONE))
     target.prefill()
-    context = RoundContext(FixedCache(target.cache, width=4, capacity=64, starts=None), helpers.model(), "reference")
+    context = round_context.RoundContext(
+        FixedCache(target.cache, width=4, capacity=64, starts=None), helpers.model(), "reference"
+    )
     rows = torch.zeros(1, 4, 4, 12)
     with pytest.raises(SpecdecError, match="before it has a tree"):
         context.attend(0, rows, rows[:, :2], rows[:, :2], None, None, None)

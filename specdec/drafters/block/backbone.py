@@ -5,7 +5,7 @@ they never run through the layers themselves. The keys and values of a block liv
 modules are those of published checkpoints.
 """
 
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from specdec import ops
 from specdec.drafters._layers import MLP, RMSNorm
 from specdec.drafters.block.context import BlockContext, KeysValues
+from specdec.drafters.block.operator import compiling
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.rope import rotate
 from specdec.errors import ShapeError
@@ -56,29 +57,9 @@ class BlockAttention(nn.Module):
             block: where they are.
         """
         query = self.q_norm(self.q_proj(rows).unflatten(-1, (self.spec.num_heads, -1)).transpose(1, 2))
-        held = block.context.layers[self.layer]
-        keys, values = block.context.beside(held, self.keys_values(rows, tables))
-        lengths, moving = block.context.lengths - held.base, self.spec.window_from == "query"
-        starts = None
-        if self.window is not None and not moving:
-            starts = (lengths - self.window).clamp_min(0)
-        read = _attend(
-            rotate(query, tables).to(keys.dtype),
-            keys,
-            values,
-            block.visible(self.window if moving else None, self.causal),
-            lengths,
-            depths=block.depths,
-            starts=starts,
-            window=self.window if moving else None,
-            sinks=self.attention_sink_bias,
-        )
-        output: Tensor = self.o_proj(cast(Tensor, read).transpose(1, 2).flatten(2).to(rows.dtype))
+        read = block.attend(self, rotate(query, tables), *self.keys_values(rows, tables))
+        output: Tensor = self.o_proj(read.flatten(2).to(rows.dtype))
         return output
-
-
-_attend = torch.compiler.disable(ops.tree_attention)
-"""What `torch.compile` leaves alone: it fuses what lies between."""
 
 
 class Block:
@@ -87,14 +68,57 @@ class Block:
     Args:
         context: the text.
         rows: how many they are.
+        masks: which rows see each other, of earlier blocks of this shape; what is made here is added.
     """
 
-    def __init__(self, context: BlockContext, rows: int) -> None:
+    def __init__(self, context: BlockContext, rows: int, masks: "Masks | None" = None) -> None:
         """Computes what all layers share."""
         self.context = context
         self._place = torch.arange(rows, device=context.lengths.device)
         self.depths = self._place.expand(context.lengths.shape[0], -1)
-        self._words: dict[tuple[int | None, bool], Tensor] = {}
+        self._masks: Masks = {} if masks is None else masks
+        self._ends: dict[int, tuple[Tensor, Tensor]] = {}
+        self._starts: dict[tuple[int, int], Tensor] = {}
+
+    def attend(
+        self, layer: BlockAttention, query: Tensor, keys: Tensor, values: Tensor
+    ) -> Float[Tensor, "batch rows heads head_dim"]:
+        """Writes the rows of a layer behind the text, where they are no part of it, and attends to both.
+
+        In compiled drafts of device rounds this is one operator (see `operator`); `torch.compile` elsewhere leaves it
+        alone.
+
+        Args:
+            layer: the layer.
+            query: `[batch, heads, rows, head_dim]`, turned to their positions as the keys are.
+            keys: `[batch, kv_heads, rows, head_dim]`.
+            values: the same.
+        """
+        if compiling():
+            found: Tensor = torch.ops.specdec.block_attention(query, keys, values, layer.layer)
+            return found
+        alone: Tensor = self._attended(layer, query, keys, values)
+        return alone
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch's
+    def _attended(self, layer: BlockAttention, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        held = self.context.with_room(layer.layer, (keys, values))
+        (lengths, slots), (every_key, every_value) = self._behind(held.base), held.buffers
+        ops.write_rows(keys, values, (every_key,), (every_value,), slots)
+        moving = layer.spec.window_from == "query"
+        window = layer.window if moving else None
+        read = ops.tree_attention(
+            query.to(every_key.dtype),
+            every_key,
+            every_value,
+            self.visible(window, layer.causal),
+            lengths,
+            depths=self.depths,
+            starts=None if layer.window is None or moving else self._from(held.base, layer.window),
+            window=window,
+            sinks=layer.attention_sink_bias,
+        )
+        return cast(Tensor, read).transpose(1, 2)
 
     def visible(self, window: int | None, causal: bool) -> Int[Tensor, "batch rows words"]:
         """Which rows of the block each of them sees, as `ops.tree_attention` takes it.
@@ -103,12 +127,29 @@ class Block:
             window: no row sees another that is so far away; None for no limit.
             causal: whether a row sees later ones.
         """
-        if (window, causal) not in self._words:
+        if (window, causal) not in self._masks:
             ahead = self._place - self._place[:, None]
             seen = ahead <= 0 if causal else torch.ones_like(ahead, dtype=torch.bool)
             seen = seen if window is None else seen & (ahead.abs() < window)
-            self._words[window, causal] = topology.pack(seen.expand(self.depths.shape[0], -1, -1))
-        return self._words[window, causal]
+            self._masks[window, causal] = topology.pack(seen.expand(self.depths.shape[0], -1, -1))
+        return self._masks[window, causal]
+
+    def _behind(self, base: int) -> tuple[Int[Tensor, " batch"], Int[Tensor, "batch rows"]]:
+        """Slots that texts take in layers whose first slot holds position `base`, and those of the rows behind them."""
+        if base not in self._ends:
+            lengths = self.context.lengths - base if base else self.context.lengths
+            self._ends[base] = lengths, lengths[:, None] + self._place
+        return self._ends[base]
+
+    def _from(self, base: int, window: int) -> Int[Tensor, " batch"]:
+        """First slots that are seen of a window before the block."""
+        if (base, window) not in self._starts:
+            self._starts[base, window] = (self._behind(base)[0] - window).clamp_min(0)
+        return self._starts[base, window]
+
+
+Masks: TypeAlias = dict[tuple[int | None, bool], Tensor]
+"""Which rows of a block see each other, by window and causality (`Block.visible`)."""
 
 
 class DynamicConv(nn.Module):
@@ -222,7 +263,7 @@ class BlockBackbone(nn.Module):
                 f"expected {states}: [{batch}, rows, {width}] and [{batch}]. Was the drafter made for this target?"
             )
         if context.capacity is not None:
-            context.append_fixed(self._context_rows(features, context), counts)
+            context.append_fixed(self.context_rows(features, context), counts)
             return
         kept = counts.tolist()
         if windows != self.spec.windows or not all(0 <= count <= features.shape[1] for count in kept):
@@ -230,9 +271,9 @@ class BlockBackbone(nn.Module):
                 f"a context with windows {windows} and counts {kept} of {features.shape[1]} features; "
                 f"expected windows {self.spec.windows} (see BlockModel.context) and counts from 0 on, to as many."
             )
-        context.append(self._context_rows(features, context), kept)
+        context.append(self.context_rows(features, context), kept)
 
-    def _context_rows(self, features: Tensor, context: BlockContext) -> list[KeysValues]:
+    def context_rows(self, features: Float[Tensor, "batch rows features"], context: BlockContext) -> list[KeysValues]:
         """Keys and values of features that follow a text, in every layer."""
         encoded = self.hidden_norm(self.fc(features))
         positions = context.lengths[:, None] + torch.arange(features.shape[1], device=features.device)

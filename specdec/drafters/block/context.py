@@ -15,9 +15,6 @@ from specdec.errors import SpecdecError
 Heads: TypeAlias = Float[Tensor, "batch kv_heads slots head_dim"]
 KeysValues: TypeAlias = tuple[Heads, Heads]
 
-write_rows = torch.compiler.disable(ops.write_rows)
-"""Its kernel takes one launch, which `torch.compile` leaves as it is."""
-
 
 @dataclass(slots=True)
 class LayerContext:
@@ -93,33 +90,30 @@ class BlockContext:
         self.layers = [LayerContext(window) for window in windows]
         self._lengths = [0] * batch
 
-    def beside(self, layer: LayerContext, block: KeysValues) -> tuple[Tensor, Tensor]:
-        """Writes the rows of a block behind each text; returns all slots of a layer. They are not part of the text.
+    def with_room(self, layer: int, block: KeysValues) -> LayerContext:
+        """A layer, with room for the rows of a block behind each text.
 
         Raises:
             SpecdecError: if the context was never extended.
         """
-        if not layer.buffers:
+        held = self.layers[layer]
+        if not held.buffers:
             raise SpecdecError("the context was never extended; extend it with features, of 0 rows if there are none.")
-        width = block[0].shape[2]
         if self.capacity is None:
-            layer.reserve(block, min(self._lengths), max(self._lengths) + width)
-        keys, values = layer.buffers
-        place = torch.arange(width, device=self.lengths.device)
-        write_rows(*block, (keys,), (values,), (self.lengths - layer.base)[:, None] + place)
-        return keys, values
+            held.reserve(block, min(self._lengths), max(self._lengths) + block[0].shape[2])
+        return held
 
     def append_fixed(self, layers: Sequence[KeysValues], counts: Int[Tensor, " batch"]) -> None:
         """As `append`, into buffers of a fixed capacity, by counts that stay on their device.
 
         What is written behind a row's new length is no part of it, and is overwritten by what comes next.
         """
+        slots = self.lengths[:, None] + torch.arange(layers[0][0].shape[2], device=counts.device)
         for layer, given in zip(self.layers, layers, strict=True):
             if not layer.buffers:
-                slots = cast(int, self.capacity)
-                layer.buffers = tuple(rows.new_zeros(*rows.shape[:2], slots, rows.shape[3]) for rows in given)
-            place = torch.arange(given[0].shape[2], device=counts.device)
-            write_rows(*given, layer.buffers[:1], layer.buffers[1:], self.lengths[:, None] + place)
+                capacity = cast(int, self.capacity)
+                layer.buffers = tuple(rows.new_zeros(*rows.shape[:2], capacity, rows.shape[3]) for rows in given)
+            ops.write_rows(*given, layer.buffers[:1], layer.buffers[1:], slots)
         self.lengths += counts
 
     def append(self, layers: Sequence[KeysValues], counts: Sequence[int]) -> None:
@@ -131,5 +125,5 @@ class BlockContext:
             place = torch.arange(given[0].shape[2], device=added.device)
             # A slot below 0 is dropped: behind the count, or out of the window.
             slots = (self.lengths[:, None] + place - layer.base).masked_fill(place >= added[:, None], -1)
-            write_rows(*given, layer.buffers[:1], layer.buffers[1:], slots)
+            ops.write_rows(*given, layer.buffers[:1], layer.buffers[1:], slots)
         self.lengths = self.lengths + added
