@@ -170,7 +170,11 @@ def against_generate(name: str, model: Any, prompts: list[torch.Tensor], *, new_
         rows = prompts[0].expand(batch, -1)
         generator.generate(rows, **greedy)  # captures
         rate = new_tokens * batch / timed(lambda prompt: generator.generate(prompt, **greedy), [rows])
-        yield {f"{name}.b{batch}.tokens_per_second": report.figure(rate, "tokens/s", "all rows, wall time")}
+        per_round = generator.stats.tokens_per_round
+        yield {
+            f"{name}.b{batch}.tokens_per_second": report.figure(rate, "tokens/s", "all rows, wall time"),
+            f"{name}.b{batch}.tokens_per_round": report.figure(per_round, "tokens", "mean of the rows"),
+        }
         yield rounds(f"{name}.b{batch}", generator, rows, floor=None)
 
 
