@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._attention_plan import AttentionShape
-from specdec.ops._checks import demands
+from specdec.ops._checks import demands, legible, number
 from specdec.ops._stored_rows import StoredRows
 
 
@@ -65,8 +65,8 @@ class AttentionCall:
             form = side.form if side.scales or side.codes.dtype == query.dtype else ""
             demand(
                 form != "",
-                f"{name}s must be {query.dtype} like query, or int8 or float8_e4m3fn codes with {name}_scales in "
-                f"float32, or uint8 codes in pairs with the two {name}_scales of kv.Int4 or kv.NVFP4, got "
+                f"{name}s must be {query.dtype} like query, or int8 or FP8 codes (float8_e4m3fn, or uint8 as stored) with "
+                f"{name}_scales in float32, or uint8 codes in pairs with the two {name}_scales of kv.Int4 or kv.NVFP4, got "
                 f"{side.codes.dtype} with {[scale.dtype for scale in side.scales] or 'no scales'}",
             )
         width = f"{dim} / 2" if stored["key"].packed else str(dim)
@@ -123,9 +123,13 @@ class AttentionCall:
             demand(integers, f"{name} must hold integers, got {getattr(given, 'dtype', None)}")
         demand(
             window is None or (isinstance(window, int) and window > 0),
-            f"a window counts positions, its own included, so from 1 on; got {window}",
+            f"a window counts positions, its own included, so from 1 on; got {window!r}",
         )
-        demand(softcap is None or 0 < softcap < math.inf, f"softcap must be above 0, got {softcap}")
+        demand(
+            softcap is None or (number(softcap) and 0 < softcap < math.inf),
+            f"softcap must be a number above 0 or None, got {softcap!r}",
+        )
+        demand(number(self.scale), f"scale must be a number or None, got {self.scale!r}")
         for name, side in stored.items():
             wrong = side.mismatch()
             demand(not wrong, f"{name}_scales must be those of {side.form} codes {list(side.codes.shape)}, got {wrong}")
@@ -134,13 +138,18 @@ class AttentionCall:
         away = [each.device for each in tensors if isinstance(each, Tensor) and each.device != query.device]
         demand(not away, f"all tensors must be on {query.device} like query, got {sorted(set(map(str, away)))}")
         slots = keys.shape[2] * (blocks.shape[1] if blocks is not None else 1)
-        if batch and self.lengths.device.type == "cpu":  # on a GPU, reading them would stall the host
+        if batch and legible(self.lengths):
             least, most = int(self.lengths.min()), int(self.lengths.max())
             demand(
                 least >= 0 and most + pending <= slots,
                 f"lengths {least} to {most} and {pending} pending rows do not fit {slots} slots; "
                 "lengths count committed slots only",
             )
+            beyond = unpack(visible, WORD * visible.shape[2])[:, :, pending:]
+            demand(not bool(beyond.any()), f"visible has bits behind the {pending} pending rows")
+        if blocks is not None and blocks.numel() and legible(blocks):
+            first, last = int(blocks.min()), int(blocks.max())
+            demand(first >= 0 and last < keys.shape[0], f"blocks {first} to {last} are not among {keys.shape[0]} pages")
         return AttentionShape(
             batch=batch,
             heads=heads,

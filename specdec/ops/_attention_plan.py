@@ -72,6 +72,9 @@ class AttentionShape:
     value_bytes_per_element: int | float | None = None
 
     def __post_init__(self) -> None:
+        sizes = (self.batch, self.heads, self.kv_heads, self.rows, self.slots, self.dim, self.dims[1])
+        if not all(isinstance(size, int) for size in sizes):
+            raise ShapeError(f"AttentionShape: sizes must be whole numbers, got {self}.")
         if min(self.heads, self.kv_heads, self.dim) < 1 or self.heads % self.kv_heads:
             raise ShapeError(
                 f"AttentionShape: {self.heads} query heads cannot share {self.kv_heads} key/value heads of dimension "

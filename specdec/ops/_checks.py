@@ -5,8 +5,10 @@ belong together.
 """
 
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specdec.errors import ShapeError
@@ -54,6 +56,16 @@ def record_of(op: str, name: str, given: Any, kind: type[Any]) -> None:
     for field in kind.__slots__:
         if not isinstance(getattr(given, field), Tensor):
             raise _no_tensor(op, f"{name}.{field}", getattr(given, field))
+
+
+def legible(*given: Tensor) -> bool:
+    """Whether numbers can be looked at: neither must the host wait for a device nor a graph be broken."""
+    return all(each.device.type == "cpu" for each in given) and not torch.compiler.is_compiling()
+
+
+def number(given: Any) -> bool:
+    """Whether an argument is a single number; True and False are none."""
+    return isinstance(given, Real) and not isinstance(given, bool)
 
 
 def _no_tensor(op: str, name: str, given: Any, besides: str = "") -> ShapeError:

@@ -5,6 +5,7 @@ scattered among them and become the slots right behind: slot `lengths[b] + i` be
 was. How many move is a number on the device, so the host reads nothing and a captured CUDA graph can do it.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._checks import demands, several, tensors
+from specdec.ops._checks import demands, legible, several, tensors
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 MOST_BUFFERS = 8
@@ -42,7 +43,8 @@ def move_rows(
         impl: which implementation runs; see `specdec.ops`. Both do the same to the last bit.
 
     Raises:
-        ShapeError: for shapes that do not belong together, indices that are no integers, and devices that differ.
+        ShapeError: for shapes that do not belong together, indices that are no integers, devices that differ, and, on a
+            CPU, paths that do not rise.
         UnsupportedError: for elements of another size than 1, 2, 4 or 8 bytes, or if `impl="triton"` cannot run here.
 
     Example:
@@ -97,6 +99,10 @@ def _check(buffers: tuple[Tensor, ...], nodes: Tensor, counts: Tensor, lengths: 
         demand(name == "nodes" or list(given.shape) == [batch], f"{name} must be [{batch}], got {list(given.shape)}")
         whole = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
         demand(whole, f"{name} must hold integers, got {given.dtype}")
+    if legible(nodes, counts):
+        for path, count in zip(nodes.tolist(), counts.tolist(), strict=True):
+            rising = all(node < later for node, later in itertools.pairwise([-1, *path[:count]]))
+            demand(count <= len(path) and rising, f"nodes must rise from 0 on, got {path} with a count of {count}")
     for buffer in buffers:
         demand(
             buffer.dim() == 5 and buffer.shape[1] == batch,

@@ -83,7 +83,8 @@ def tree_attention(
         float32 (float64 for float64 inputs).
 
     Raises:
-        ShapeError: for shapes that do not belong together, or dtypes and devices that differ.
+        ShapeError: for shapes that do not belong together, or dtypes and devices that differ; on a CPU also for
+            lengths, bits and pages that are not there.
         UnsupportedError: if `impl="triton"` cannot run here.
 
     Example:

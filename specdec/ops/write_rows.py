@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._checks import demands, several, tensors
+from specdec.ops._checks import demands, legible, several, tensors
 from specdec.ops._stored_rows import PLAIN, form_of
 from specdec.ops.hadamard import hadamard
 from specdec.ops.quantize import NVFP4_GROUP, to_fp8, to_int4, to_int8, to_nvfp4
@@ -52,7 +52,8 @@ def write_rows(
             rotated numbers may differ in their last bit, and a code by one step.
 
     Raises:
-        ShapeError: for shapes that do not belong together, dtypes that are no rows or slots, and devices that differ.
+        ShapeError: for shapes that do not belong together, dtypes that are no rows or slots, devices that differ, and,
+            on a CPU, slots that are equal.
         UnsupportedError: for buffers of another form, or if `impl="triton"` cannot run here.
 
     Example:
@@ -179,3 +180,6 @@ def _check(sides: tuple[Side, Side], slots: Tensor) -> None:
     demand(whole, f"slots must hold integers, got {slots.dtype}")
     devices = {each.device for side in sides for each in (side.rows, *side.parts)} | {slots.device}
     demand(len(devices) == 1, f"all tensors must be on one device, got {sorted(map(str, devices))}")
+    for row in slots.tolist() if legible(slots) else ():
+        kept = [slot for slot in row if 0 <= slot < capacity]
+        demand(len({*kept}) == len(kept), f"slots of a batch row must differ, got {row}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from specdec import ops
 from specdec.errors import ShapeError
 from specdec.ops import _attention_plan
 from specdec.ops._attention_plan import Device
+from tests.unchecked import unchecked
 
 SHAPES = st.builds(
     ops.AttentionShape,
@@ -106,6 +108,13 @@ def test_deterministic_runs_do_not_follow_batch_rows_or_device(shape: ops.Attent
 @pytest.mark.parametrize("change", [{"heads": 3}, {"kv_heads": 0}, {"dim": 0}])
 def test_a_shape_that_is_none_is_refused(change: dict[str, int]) -> None:
     with pytest.raises(ShapeError, match="cannot share"):
+        ops.AttentionShape(**{"batch": 1, "heads": 8, "kv_heads": 2, "rows": 1, "slots": 9, "dim": 64, **change})
+
+
+@pytest.mark.parametrize("change", [{"heads": "8"}, {"dim": 64.0}, {"batch": None}, {"value_dim": "64"}])
+def test_sizes_are_whole_numbers(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch, _attention_plan)  # outside the tests nobody checks annotations
+    with pytest.raises(ShapeError, match="sizes must be whole numbers"):
         ops.AttentionShape(**{"batch": 1, "heads": 8, "kv_heads": 2, "rows": 1, "slots": 9, "dim": 64, **change})
 
 

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 
 from specdec import kv, ops
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.ops import _attention_plan
+from specdec.ops import _attention_call, _attention_plan
 from specdec.protocols import KVCodec
 from specdec.trees import topology
 from tests.ops.problems import Problem, cases, definition, problem
 from tests.trees.random_trees import caught
+from tests.unchecked import unchecked
 
 EXACT = 1e-12
 ROUNDING = {torch.float32: 1e-5, torch.float16: 8e-3}
@@ -67,7 +68,9 @@ WRONG: dict[str, Change] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_caught(name: str) -> None:
+def test_wrong_arguments_are_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where nobody looks at numbers."""
+    monkeypatch.setattr(_attention_call, "legible", lambda *_: False)
     caught(law_reference, WRONG[name], **cases())
 
 
@@ -263,6 +266,7 @@ def test_a_chain_over_stored_numbers() -> None:
 
 
 GOOD = problem(0, [4, 4], [9, 5], "any", 2, 2, 16, 16).call
+PAGES = torch.zeros(6, 2, 5, 16)
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "queries of three axes": ({"query": GOOD["query"][0]}, "query must be"),
     "another key dimension": ({"keys": GOOD["keys"][..., :8]}, "keys must be"),
@@ -284,7 +288,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "whole numbers for queries": ({"query": GOOD["query"].long()}, "floating-point numbers, got torch.int64"),
     "lengths in floating point": ({"lengths": torch.tensor([9.0, 5.0])}, "lengths must hold integers"),
     "an empty window": ({"window": 0}, "a window counts positions"),
-    "a cap of zero": ({"softcap": 0.0}, "softcap must be above 0"),
+    "a cap of zero": ({"softcap": 0.0}, "softcap must be a number above 0"),
     "another dtype": ({"keys": GOOD["keys"].half()}, "keys must be torch.float32 like query.*got torch.float16"),
     "codes without scales": (
         {"values": GOOD["values"].to(torch.int8)},
@@ -296,15 +300,27 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "key_scales must be",
     ),
     "another device": ({"lengths": GOOD["lengths"].to("meta")}, "all tensors must be on cpu"),
+    "a word for a scale": ({"scale": "a"}, "scale must be a number or None, got 'a'"),
+    "a word for a cap": ({"softcap": "a"}, "softcap must be a number above 0 or None, got 'a'"),
+    "a truth for a scale": ({"scale": True}, "scale must be a number or None, got True"),
+    "nodes that are not there": ({"visible": GOOD["visible"] | 1 << 4}, "bits behind the 4 pending rows"),
+    "a page that is not there": (
+        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, -1]])},
+        "blocks -1 to 4 are not among 6 pages",
+    ),
+    "a page behind the last": (
+        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, 6]])},
+        "blocks 0 to 6 are not among 6 pages",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_does_not_belong_together_is_refused(name: str) -> None:
+def test_what_does_not_belong_together_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, message = BAD[name]
-    unchecked = inspect.unwrap(ops.tree_attention)  # outside the tests nobody checks its annotations
+    unchecked(monkeypatch, _attention_call)  # outside the tests nobody checks annotations
     with pytest.raises(ShapeError, match=message):
-        unchecked(**{**GOOD, **change})
+        inspect.unwrap(ops.tree_attention)(**{**GOOD, **change})
 
 
 @kernel
