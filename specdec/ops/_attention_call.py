@@ -65,9 +65,9 @@ class AttentionCall:
             form = side.form if side.scales or side.codes.dtype == query.dtype else ""
             demand(
                 form != "",
-                f"{name}s must be {query.dtype} like query, or int8 or FP8 codes (float8_e4m3fn, or uint8 as stored) with "
-                f"{name}_scales in float32, or uint8 codes in pairs with the two {name}_scales of kv.Int4 or kv.NVFP4, got "
-                f"{side.codes.dtype} with {[scale.dtype for scale in side.scales] or 'no scales'}",
+                f"{name}s must be {query.dtype} like query, or int8 or FP8 codes (float8_e4m3fn, or uint8 as stored) "
+                f"with {name}_scales in float32, or uint8 codes in pairs with the two {name}_scales of kv.Int4 or "
+                f"kv.NVFP4, got {side.codes.dtype} with {[scale.dtype for scale in side.scales] or 'no scales'}",
             )
         width = f"{dim} / 2" if stored["key"].packed else str(dim)
         demand(
@@ -145,8 +145,9 @@ class AttentionCall:
                 f"lengths {least} to {most} and {pending} pending rows do not fit {slots} slots; "
                 "lengths count committed slots only",
             )
-            beyond = unpack(visible, WORD * visible.shape[2])[:, :, pending:]
-            demand(not bool(beyond.any()), f"visible has bits behind the {pending} pending rows")
+            spare = pending % WORD  # bits of the last word that have a row; none if all have
+            clear = spare == 0 or not bool((visible[:, :, -1] & -1 << spare).any())
+            demand(clear, f"visible has bits behind the {pending} pending rows")
         if blocks is not None and blocks.numel() and legible(blocks):
             first, last = int(blocks.min()), int(blocks.max())
             demand(first >= 0 and last < keys.shape[0], f"blocks {first} to {last} are not among {keys.shape[0]} pages")
