@@ -62,6 +62,10 @@ class BlockAttention(nn.Module):
         return output
 
 
+Masks: TypeAlias = dict[tuple[int | None, bool], Tensor]
+"""Which rows of a block see each other, by window and causality (`Block.visible`)."""
+
+
 class Block:
     """Rows of one draft forward: they stand behind a text, one after the other.
 
@@ -71,7 +75,7 @@ class Block:
         masks: which rows see each other, of earlier blocks of this shape; what is made here is added.
     """
 
-    def __init__(self, context: BlockContext, rows: int, masks: "Masks | None" = None) -> None:
+    def __init__(self, context: BlockContext, rows: int, masks: Masks | None = None) -> None:
         """Computes what all layers share."""
         self.context = context
         self._place = torch.arange(rows, device=context.lengths.device)
@@ -146,10 +150,6 @@ class Block:
         if (base, window) not in self._starts:
             self._starts[base, window] = (self._behind(base)[0] - window).clamp_min(0)
         return self._starts[base, window]
-
-
-Masks: TypeAlias = dict[tuple[int | None, bool], Tensor]
-"""Which rows of a block see each other, by window and causality (`Block.visible`)."""
 
 
 class DynamicConv(nn.Module):
