@@ -18,10 +18,11 @@ KEYS = {*TEXT_KEYS, "versions", "figures"}
 FIGURE_KEYS = {"value", "unit", "against"}
 
 PLOTTED = {
-    "gpu-rounds": "Steady rounds of one row, `b8` of eight. Above, their time by kind of kernel, and their wall time. "
-    "Below, the wall time over the time in which kernels run, and over the time that reading the weights once takes. "
-    "`c1024` is the length of the context; `eager` is one verify pass of plain transformers. A kernel that is set up "
-    "while the one before still runs counts from then on in the time of its kind.",
+    "gpu-rounds": "Steady rounds of one row, `b8` and `b32` of 8 and 32; 7 nodes for Gemma, 16 for the others. Above, "
+    "their time by kind of kernel, and their wall time. Below, the wall time over the time in which kernels run, and "
+    "over the time that reading the weights once takes. `c1024` is the length of the context; `eager` is one verify "
+    "pass of plain transformers. A kernel that is set up while the one before still runs counts from then on in the "
+    "time of its kind.",
     "kv-codecs": "How far a codec moves the next-token law, by the bits of a stored number.",
     "qwen35-27b-shape": "Rounds of one row in the shape of Qwen3.5-27B, as for other models in [rounds on the device]"
     "(device.md). `plain` is without `compile()`; `eager` is one verify pass of plain transformers.",

@@ -1,6 +1,5 @@
 """One call of verify attention: its arguments, what they must look like, and the shape of the problem."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from specdec.ops._ancestry import WORD, unpack
 from specdec.ops._attention_plan import AttentionShape
-from specdec.ops._checks import demands, legible, number
+from specdec.ops._checks import demands, legible, number, whole
 from specdec.ops._stored_rows import StoredRows
 
 
@@ -122,14 +121,14 @@ class AttentionCall:
             integers = given is None or not (given.is_floating_point() or given.dtype == torch.bool)
             demand(integers, f"{name} must hold integers, got {getattr(given, 'dtype', None)}")
         demand(
-            window is None or (isinstance(window, int) and window > 0),
-            f"a window counts positions, its own included, so from 1 on; got {window!r}",
+            window is None or (whole(window, least=1) and window < 1 << 31),
+            f"a window counts positions, its own included, so from 1 on and below 2^31; got {window!r}",
         )
         demand(
-            softcap is None or (number(softcap) and 0 < softcap < math.inf),
+            softcap is None or (number(softcap) and softcap > 0),
             f"softcap must be a number above 0 or None, got {softcap!r}",
         )
-        demand(number(self.scale), f"scale must be a number or None, got {self.scale!r}")
+        demand(number(self.scale), f"scale must be a finite number or None, got {self.scale!r}")
         for name, side in stored.items():
             wrong = side.mismatch()
             demand(not wrong, f"{name}_scales must be those of {side.form} codes {list(side.codes.shape)}, got {wrong}")

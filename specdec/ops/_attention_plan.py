@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specdec.errors import ShapeError
+from specdec.ops._checks import number, whole
 
 FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
@@ -73,9 +74,11 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         sizes = (self.batch, self.heads, self.kv_heads, self.rows, self.slots, self.dim, self.dims[1])
-        if not all(isinstance(size, int) for size in sizes):
-            raise ShapeError(f"AttentionShape: sizes must be whole numbers, got {self}.")
-        if min(self.heads, self.kv_heads, self.dim) < 1 or self.heads % self.kv_heads:
+        if not all(map(whole, sizes)):
+            raise ShapeError(f"AttentionShape: sizes must be whole numbers from 0 on, got {self}.")
+        if not all(number(size) and size > 0 for size in self.sizes):
+            raise ShapeError(f"AttentionShape: bytes of a number must be above 0, got {self.sizes}.")
+        if min(self.heads, self.kv_heads, *self.dims) < 1 or self.heads % self.kv_heads:
             raise ShapeError(
                 f"AttentionShape: {self.heads} query heads cannot share {self.kv_heads} key/value heads of dimension "
                 f"{self.dim}; all are 1 or more, and the first a multiple of the second."
@@ -179,7 +182,10 @@ def occupancy(
     multiprocessors: int | None = None,
     deterministic: bool = False,
 ) -> Occupancy:
-    """Work items and splits that `tree_attention` would choose, before anything is launched.
+    """Work items and splits of the kernel that all devices share, before anything is launched.
+
+    The kernel of devices of compute capability 9 may cut otherwise where it is taken: up to dimension 256 its work
+    items have all of 128 packed rows, so there are half as many query blocks and twice as many splits.
 
     Args:
         shape: the problem.
@@ -193,8 +199,10 @@ def occupancy(
     given: Any = shape
     if not isinstance(given, AttentionShape):
         raise ShapeError(f"occupancy: shape must be an ops.AttentionShape, got {type(given).__name__}.")
-    if shape.batch * shape.rows * shape.slots == 0 or (multiprocessors is not None and multiprocessors < 1):
-        raise ShapeError(f"occupancy: nothing to cut in {shape} for {multiprocessors} multiprocessors.")
+    if multiprocessors is not None and not whole(multiprocessors, least=1):
+        raise ShapeError(f"occupancy: multiprocessors must be a whole number from 1 on, got {multiprocessors!r}.")
+    if shape.batch * shape.rows * shape.slots == 0:
+        raise ShapeError(f"occupancy: nothing to cut in {shape}.")
     asked = device_of(device)
     if multiprocessors is not None:
         asked = dataclasses.replace(asked, multiprocessors=multiprocessors)

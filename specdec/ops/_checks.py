@@ -4,8 +4,9 @@ An op first asks whether its arguments are tensors at all, which is one `isinsta
 belong together.
 """
 
+import math
 from collections.abc import Callable
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -64,8 +65,13 @@ def legible(*given: Tensor) -> bool:
 
 
 def number(given: Any) -> bool:
-    """Whether an argument is a single number; True and False are none."""
-    return isinstance(given, Real) and not isinstance(given, bool)
+    """Whether an argument is a single finite number, of numpy's too; True and False are none."""
+    return type(given) is not bool and isinstance(given, Real) and math.isfinite(given)
+
+
+def whole(given: Any, least: int = 0) -> bool:
+    """Whether an argument is a single whole number from `least` on, of numpy's too; True and False are none."""
+    return type(given) is not bool and isinstance(given, Integral) and int(given) >= least
 
 
 def _no_tensor(op: str, name: str, given: Any, besides: str = "") -> ShapeError:

@@ -102,7 +102,8 @@ def _check(buffers: tuple[Tensor, ...], nodes: Tensor, counts: Tensor, lengths: 
     if legible(nodes, counts):
         for path, count in zip(nodes.tolist(), counts.tolist(), strict=True):
             rising = all(node < later for node, later in itertools.pairwise([-1, *path[:count]]))
-            demand(count <= len(path) and rising, f"nodes must rise from 0 on, got {path} with a count of {count}")
+            demand(0 <= count <= len(path), f"counts must be 0 to {len(path)}, as many as there are nodes, got {count}")
+            demand(rising, f"nodes must rise from 0 on, got {path} with a count of {count}")
     for buffer in buffers:
         demand(
             buffer.dim() == 5 and buffer.shape[1] == batch,

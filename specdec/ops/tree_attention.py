@@ -12,6 +12,7 @@ The kernel splits the cache over work items where heads and rows are too few to 
 flash-decoding), and adds the parts up in a fixed order.
 """
 
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -116,9 +117,9 @@ def tree_attention(
         blocks=blocks,
         key_scales=key_scales,
         value_scales=value_scales,
-        scale=max(1, query.shape[-1:].numel()) ** -0.5 if scale is None else scale,  # shapes are checked next
-        window=window,
-        softcap=softcap,
+        scale=max(1, query.shape[-1:].numel()) ** -0.5 if scale is None else _plain(scale),  # checked next
+        window=_plain(window),
+        softcap=_plain(softcap),
         sinks=sinks,
     )
     shape = call.checked()
@@ -166,6 +167,13 @@ def split_kv_attention(
         raise ShapeError(f"split_kv_attention: query must be [batch, heads, rows, dim], got {list(query.shape)}.")
     visible = chain_mask(query.shape[2], query.device).expand(query.shape[0], -1, -1)
     return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]  # handed on
+
+
+def _plain(given: Any) -> Any:
+    """A number of numpy as one of Python, which kernels are launched with; anything else as it came."""
+    if type(given) is not bool and isinstance(given, Real):
+        return int(given) if isinstance(given, Integral) else float(given)
+    return given
 
 
 def chain_mask(rows: int, device: torch.device) -> Int[Tensor, "1 rows words"]:

@@ -88,8 +88,8 @@ def write_rows(
     if kernel is not None:
         kernel.launch(*sides, slots)
         return
-    for side in sides:
-        _write(side, slots)
+    for side, rows in [(side, side.encode()) for side in sides]:  # what fails, fails before anything is written
+        _write(side, rows, slots)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +136,7 @@ class Side:
         return tuple(code.view(part.dtype) for code, part in zip(codes, self.parts, strict=True))
 
 
-def _write(side: Side, slots: Tensor) -> None:
+def _write(side: Side, rows: tuple[Tensor, ...], slots: Tensor) -> None:
     """The definition in plain torch. A row that is dropped repeats the write of one that is not."""
     batch, new = slots.shape
     capacity = side.parts[0].shape[2]
@@ -146,7 +146,7 @@ def _write(side: Side, slots: Tensor) -> None:
     # Where all rows of a batch row are dropped, slot 0 is written as it is.
     target = slots.gather(1, order).masked_fill(~some[:, None], 0).long()
     row = torch.arange(batch, device=slots.device)[:, None]
-    for part, code in zip(side.parts, side.encode(), strict=True):
+    for part, code in zip(side.parts, rows, strict=True):
         buffer, content = (each.view(torch.uint8) if each.element_size() == 1 else each for each in (part, code))
         chosen = content[row, :, order]  # [batch, new, heads, width]
         buffer[row, :, target] = torch.where(some[:, None, None, None], chosen, buffer[row, :, target])
@@ -171,7 +171,10 @@ def _check(sides: tuple[Side, Side], slots: Tensor) -> None:
             )
         capacity = sides[0].parts[0].shape[2] if sides[0].parts[0].dim() == 4 else "capacity"
         odd = {"int4": 2, "nvfp4": NVFP4_GROUP}.get(side.form, 1)
-        demand(rows.shape[3] % odd == 0, f"{side.form} codes hold multiples of {odd} numbers, got {rows.shape[3]}")
+        fits = rows.shape[3] % odd == 0 and (rows.shape[3] > 0 or side.form == "plain")
+        demand(fits, f"{side.form} codes hold multiples of {odd} numbers, got {rows.shape[3]}")
+        leaves = torch.is_grad_enabled() and any(part.is_leaf and part.requires_grad for part in parts)
+        demand(not leaves, f"{name}_parts must not be leaves that require gradients: they are written in place")
         for part, width in zip(parts, side.widths, strict=True):
             wanted = [*lead[:2], capacity, width]
             demand(list(part.shape) == wanted, f"a buffer of {name}_parts must be {wanted}, got {list(part.shape)}")

@@ -111,11 +111,28 @@ def test_a_shape_that_is_none_is_refused(change: dict[str, int]) -> None:
         ops.AttentionShape(**{"batch": 1, "heads": 8, "kv_heads": 2, "rows": 1, "slots": 9, "dim": 64, **change})
 
 
-@pytest.mark.parametrize("change", [{"heads": "8"}, {"dim": 64.0}, {"batch": None}, {"value_dim": "64"}])
+@pytest.mark.parametrize(
+    "change", [{"heads": "8"}, {"dim": 64.0}, {"batch": None}, {"value_dim": "64"}, {"rows": -1}, {"slots": True}]
+)
 def test_sizes_are_whole_numbers(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     unchecked(monkeypatch, _attention_plan)  # outside the tests nobody checks annotations
     with pytest.raises(ShapeError, match="sizes must be whole numbers"):
         ops.AttentionShape(**{"batch": 1, "heads": 8, "kv_heads": 2, "rows": 1, "slots": 9, "dim": 64, **change})
+
+
+@pytest.mark.parametrize("size", ["a", 0, -1, float("nan"), float("inf"), [1]])
+def test_numbers_take_bytes(size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch, _attention_plan)
+    for name in ("bytes_per_element", "value_bytes_per_element"):
+        with pytest.raises(ShapeError, match="bytes of a number must be above 0"):
+            ops.AttentionShape(1, 8, 2, 1, 9, 64, **{name: size})
+
+
+@pytest.mark.parametrize("count", ["a", 0, 2.5, float("nan"), True])
+def test_multiprocessors_are_counted(count: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch, _attention_plan)
+    with pytest.raises(ShapeError, match="multiprocessors must be a whole number from 1 on"):
+        _attention_plan.occupancy(ops.AttentionShape(1, 8, 2, 1, 9, 64), multiprocessors=count)
 
 
 def test_nothing_cannot_be_cut() -> None:
@@ -139,5 +156,5 @@ def test_occupancy_of_what_is_no_shape_or_device_is_refused() -> None:
     shape = ops.AttentionShape(1, 16, 2, 7, 100, 64)
     with pytest.raises(ShapeError, match=r"must be an ops\.AttentionShape, got tuple"):
         inspect.unwrap(ops.occupancy)((1, 16, 2, 7, 100, 64))
-    with pytest.raises(ShapeError, match="for -1 multiprocessors"):
+    with pytest.raises(ShapeError, match="from 1 on, got -1"):
         ops.occupancy(shape, multiprocessors=-1)

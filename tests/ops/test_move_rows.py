@@ -193,7 +193,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ShapeError,
         "must rise from 0 on",
     ),
-    "more nodes than there are": ({"counts": twice(6)}, ShapeError, "with a count of 6"),
+    "more nodes than there are": ({"counts": twice(6)}, ShapeError, "counts must be 0 to 5, .* got 6"),
+    "fewer than none": ({"counts": twice(-1)}, ShapeError, "counts must be 0 to 5, .* got -1"),
 }
 
 

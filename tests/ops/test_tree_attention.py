@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -300,9 +301,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "key_scales must be",
     ),
     "another device": ({"lengths": GOOD["lengths"].to("meta")}, "all tensors must be on cpu"),
-    "a word for a scale": ({"scale": "a"}, "scale must be a number or None, got 'a'"),
+    "a word for a scale": ({"scale": "a"}, "scale must be a finite number or None, got 'a'"),
+    "no number for a scale": ({"scale": float("nan")}, "scale must be a finite number or None, got nan"),
+    "a truth for a window": ({"window": True}, "a window counts positions, .* got True"),
+    "a boundless window": ({"window": 1 << 70}, "a window counts positions, .* below 2"),
     "a word for a cap": ({"softcap": "a"}, "softcap must be a number above 0 or None, got 'a'"),
-    "a truth for a scale": ({"scale": True}, "scale must be a number or None, got True"),
+    "a truth for a scale": ({"scale": True}, "scale must be a finite number or None, got True"),
     "nodes that are not there": ({"visible": GOOD["visible"] | 1 << 4}, "bits behind the 4 pending rows"),
     "a page that is not there": (
         {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, -1]])},
@@ -321,6 +325,14 @@ def test_what_does_not_belong_together_is_refused(name: str, monkeypatch: pytest
     unchecked(monkeypatch, _attention_call)  # outside the tests nobody checks annotations
     with pytest.raises(ShapeError, match=message):
         inspect.unwrap(ops.tree_attention)(**{**GOOD, **change})
+
+
+def test_numbers_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch, _attention_call)
+    run, call = inspect.unwrap(ops.tree_attention), {**GOOD, "scale": None, "softcap": None, "window": None}
+    expected = run(**{**call, "scale": 0.25, "softcap": 5.0, "window": 4})
+    given = {"scale": np.float32(0.25), "softcap": np.float64(5.0), "window": np.int64(4)}
+    assert torch.equal(run(**{**call, **given}), expected)
 
 
 @kernel

@@ -261,6 +261,19 @@ def test_what_does_not_belong_together_is_refused(name: str) -> None:
         unchecked(**{**GOOD, **change})
 
 
+def test_nothing_is_written_where_something_is_refused() -> None:
+    keys, new, slots = torch.zeros(1, 1, 4, 2), torch.randn(1, 1, 1, 2), torch.tensor([[1]])
+    leaf, codes = torch.zeros(1, 1, 4, 2, requires_grad=True), torch.zeros(1, 1, 4, 0, dtype=torch.int8)
+    with pytest.raises(ShapeError, match="value_parts must not be leaves that require gradients"):
+        ops.write_rows(new, new, (keys,), (leaf,), slots)
+    with pytest.raises(ShapeError, match="int8 codes hold multiples of 1 numbers, got 0"):
+        ops.write_rows(new, new[..., :0], (keys,), (codes, torch.zeros(1, 1, 4, 1)), slots)
+    assert not keys.any()
+    with torch.no_grad():
+        ops.write_rows(new, new, (keys,), (leaf,), slots)
+    assert torch.equal(leaf[:, :, 1:2], new)
+
+
 @kernel
 def test_the_kernel_names_dtypes_it_does_not_take() -> None:
     found = writing(0, 1, 1, 1, 2, (4, 4), ("plain", "int8"), (False, False), "noise", False, dtype=torch.float64)
