@@ -73,12 +73,12 @@ class AttentionShape:
     value_bytes_per_element: int | float | None = None
 
     def __post_init__(self) -> None:
-        sizes = (self.batch, self.heads, self.kv_heads, self.rows, self.slots, self.dim, self.dims[1])
+        sizes = (self.batch, self.heads, self.kv_heads, self.rows, self.slots, *self.dims)
         if not all(map(whole, sizes)):
             raise ShapeError(f"AttentionShape: sizes must be whole numbers from 0 on, got {self}.")
         if not all(number(size) and size > 0 for size in self.sizes):
             raise ShapeError(f"AttentionShape: bytes of a number must be above 0, got {self.sizes}.")
-        if min(self.heads, self.kv_heads, *self.dims) < 1 or self.heads % self.kv_heads:
+        if min(self.heads, self.kv_heads, self.dim) < 1 or self.heads % self.kv_heads:
             raise ShapeError(
                 f"AttentionShape: {self.heads} query heads cannot share {self.kv_heads} key/value heads of dimension "
                 f"{self.dim}; all are 1 or more, and the first a multiple of the second."

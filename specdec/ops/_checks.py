@@ -66,12 +66,14 @@ def legible(*given: Tensor) -> bool:
 
 def number(given: Any) -> bool:
     """Whether an argument is a single finite number, of numpy's too; True and False are none."""
-    return type(given) is not bool and isinstance(given, Real) and math.isfinite(given)
+    real = type(given) in (int, float) or (type(given) is not bool and isinstance(given, Real))  # the first is quick
+    return real and math.isfinite(given)
 
 
 def whole(given: Any, least: int = 0) -> bool:
     """Whether an argument is a single whole number from `least` on, of numpy's too; True and False are none."""
-    return type(given) is not bool and isinstance(given, Integral) and int(given) >= least
+    integral = type(given) is int or (type(given) is not bool and isinstance(given, Integral))  # the first is quick
+    return integral and int(given) >= least
 
 
 def _no_tensor(op: str, name: str, given: Any, besides: str = "") -> ShapeError:

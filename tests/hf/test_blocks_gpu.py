@@ -85,6 +85,7 @@ class Round:
         draft.prepare(DraftContext(prompt, ones, VOCAB, features=self.features[:, :LENGTH]), 4 * LENGTH)
         draft.absorb(self.features[:, LENGTH:], self.path, self.counts)
         held, _ = draft._ready()
+        # Every row has committed two at least; what lies behind is no part of its text.
         keys = [buffer[:, :, : LENGTH + 2] for layer in held.layers for buffer in layer.buffers]
         with torch.no_grad(), draft._attending(held):
             slots = self.slots(self.text[:, LENGTH], held, draft.model.spec.rows(draft.length))
@@ -116,7 +117,7 @@ def test_a_compiled_drafter_is_as_near_to_float64_as_the_drafter(
     for found, theirs, wanted in zip(compiled(), own(), exact(), strict=True):
         error, usual = ((each.double() - wanted).norm() / wanted.norm() for each in (found, theirs))
         assert usual < 0.1, "rounding hides everything"
-        assert error < 1.5 * usual
+        assert error < 1.5 * usual  # both round as often, only elsewhere; half as much again is for chance
     expected = compiled.grown()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
