@@ -17,7 +17,7 @@ def specialised(call: Any) -> bool:
         call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
     """
     query, keys, values = call.query, call.keys, call.values
-    scales = call.key_scales, call.value_scales
+    scales = call.key_rows.row_scales, call.value_rows.row_scales
     plain = keys.dtype == values.dtype == query.dtype
     return (
         all(each is None for each in (call.blocks, call.starts, call.window, call.softcap))

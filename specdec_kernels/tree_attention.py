@@ -36,8 +36,9 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         call: checked arguments (`specdec.ops._attention_call.AttentionCall`).
         plan: how the work is cut (`specdec.ops._attention_plan.AttentionPlan`).
     """
-    query, visible, blocks, depths = call.query, call.visible, call.blocks, call.pending_depths
+    query, visible, blocks = call.query, call.visible, call.blocks
     sinks, window, softcap = call.sinks, call.window, call.softcap
+    depths = None if window is None else call.pending_depths
     key_rows, value_rows = call.key_rows, call.value_rows
     keys, values = key_rows.numbers, value_rows.numbers
     key_scales, value_scales = key_rows.row_scales, value_rows.row_scales
@@ -84,8 +85,7 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         *scale_strides(key_scales),
         *scale_strides(value_scales),
         *visible.stride(),
-        depths.stride(0),
-        depths.stride(1),
+        *((0, 0) if depths is None else depths.stride()),
         0 if blocks is None else blocks.stride(0),
         *output.stride(),
         call.lengths.stride(0),
@@ -93,7 +93,7 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         0.0 if softcap is None else softcap,
         0 if window is None else window,
         rows,
-        depths.shape[1],
+        call.pending,
         query_blocks,
         plan.splits,
         GROUPS=groups,
@@ -111,6 +111,7 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
         TILE=plan.tile,
         SPLIT=split,
         SPLIT_TILES=plan.split_tiles,
+        MASKED_STAGES=masked_stages(plan),
         WINDOWED=window is not None,
         CAPPED=softcap is not None,
         INTEGER=integer,
@@ -123,6 +124,11 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     if split:
         combine(parts, tops, totals, sinks, output, lse, ordered=plan.split_tiles > 0)
     return output, lse
+
+
+def masked_stages(plan: Any) -> int:
+    """Tiles with masks in flight. They are few; to fetch ahead takes code and, for many rows, registers."""
+    return min(plan.stages, 1 if plan.block >= 64 else 2)
 
 
 @triton.jit(do_not_specialize=["window", "rows", "pending", "query_blocks", "splits"])
@@ -200,6 +206,7 @@ def _attend(
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLIT_TILES: tl.constexpr,
+    MASKED_STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
     INTEGER: tl.constexpr,
@@ -237,13 +244,13 @@ def _attend(
     for word in tl.static_range(WORDS):
         used |= tl.load(masks + word * visible_word, mask=exists, other=0)
     used = used != 0
-    depths += batch * depth_batch
-    depth = tl.load(depths + (pending - rows + row).to(tl.int64) * depth_row, mask=exists, other=0).to(tl.int32)
 
     # The run of tiles of this work item, and the middle part of it in which every row sees every slot.
     end_slot = length + pending
     first_slot, all_from = start, start
     if WINDOWED:
+        depths += batch * depth_batch
+        depth = tl.load(depths + (pending - rows + row).to(tl.int64) * depth_row, mask=exists, other=0).to(tl.int32)
         first_slot = tl.maximum(first_slot, length + tl.min(tl.where(used, depth, 1 << 30)) - window + 1)
         all_from = tl.maximum(all_from, length + tl.max(tl.where(used, depth, 0)) - window + 1)
     first_tile, last_tile = first_slot // TILE, tl.cdiv(end_slot, TILE)
@@ -257,7 +264,7 @@ def _attend(
         begin = first_tile + split * run
         end = tl.minimum(begin + run, last_tile)
     end = tl.where(tl.max(used.to(tl.int32)) > 0, tl.maximum(begin, end), begin)
-    tree_tile = length // TILE  # from here on, slots of the tree: never in the first part, which trusts all values
+    tree_tile = length // TILE  # from here on, slots of the tree: never in the middle part, which trusts all values
     all_begin = tl.minimum(tl.maximum(tl.minimum(tl.cdiv(all_from, TILE), tree_tile), begin), end)
     all_end = tl.minimum(tl.maximum(tree_tile, all_begin), end)
 
@@ -283,14 +290,21 @@ def _attend(
     acc = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for part in tl.static_range(0 if STARTS or WINDOWED else 1, 3):
-        low = begin if part == 0 else (all_begin if part == 1 else all_end)
-        high = all_begin if part == 0 else (all_end if part == 1 else end)
-        if low < high:
-            for tile in range(low, high):
+    # First the tiles in the middle, then those before and behind it, which have one body: code that runs once is cold.
+    middle = all_end - all_begin
+    for masked in tl.static_range(2):
+        count = end - begin - middle if masked else middle
+        if count > 0:
+            for index in tl.range(count, num_stages=MASKED_STAGES if masked else None):
+                if not masked:
+                    tile = all_begin + index
+                elif STARTS or WINDOWED:
+                    tile = tl.where(begin + index < all_begin, begin + index, begin + index + middle)
+                else:
+                    tile = all_end + index
                 slot = tile * TILE + tl.arange(0, TILE)
                 readable = (slot >= start) & (slot < end_slot)
-                if part != 1:
+                if masked:
                     offset = slot - length
                     drafted = (offset >= 0) & (slot < end_slot)
                     seen = (slot < length)[None, :] & used[:, None]
@@ -308,7 +322,7 @@ def _attend(
                     page = tl.load(blocks + slot // PAGE, mask=readable, other=0).to(tl.int64)
                     inner = (slot % PAGE).to(tl.int64)
                 at = batch, group, tile, page, inner, readable
-                k = read_rows(key_source, at, 0, DIM, DIM_PADDED, TILE, 1, KEY_GROUP, part != 1)
+                k = read_rows(key_source, at, 0, DIM, DIM_PADDED, TILE, 1, KEY_GROUP, masked)
                 if INTEGER:
                     products = tl.dot(q_upper, tl.trans(k), out_dtype=tl.int32) * 128
                     scores = tl.dot(q_lower, tl.trans(k), products, out_dtype=tl.int32).to(tl.float32)
@@ -322,19 +336,15 @@ def _attend(
                 if CAPPED:
                     scores = tanh(scores / softcap) * (softcap * LOG2E)
                 v = read_rows(
-                    value_source, at, portion, VALUE_DIM, VALUE_PADDED, TILE, PORTIONS, VALUE_GROUP, part != 1
+                    value_source, at, portion, VALUE_DIM, VALUE_PADDED, TILE, PORTIONS, VALUE_GROUP, masked
                 ).to(q.dtype)
                 value_scale = read_scales(
                     value_scale_tiles, value_scales, value_scale_batch, value_scale_slot, at, TILE
                 )
-                if part != 1:
+                if masked:
                     scores = tl.where(seen, scores, float("-inf"))
-                if part == 0 and STARTS:
-                    # What lies before the first slot may be anything; a mask over scores does not stop 0 x NaN.
-                    v = tl.where(readable[:, None], v, 0.0)
-                    value_scale = tl.where(readable, value_scale, 0.0)
-                if part == 2:
-                    # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN.
+                    # A value that is not finite reaches the nodes that see it, and no other through 0 x NaN. What lies
+                    # before the first slot may be anything.
                     # (`v - v` would be no test: with a product for v, it may be fused to what the product rounds away.)
                     finite = tl.min((tl.abs(v) < float("inf")).to(tl.int32), 1) > 0
                     broken = ~(finite & (tl.abs(value_scale) < float("inf")))

@@ -55,7 +55,7 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
     batch, heads, rows, dim = query.shape
     kv_heads, value_dim = keys.shape[1], values.shape[3] // plan.portions
     groups = heads // kv_heads
-    scales = call.key_scales, call.value_scales
+    scales = call.key_rows.row_scales, call.value_rows.row_scales
     room = triton.next_power_of_2(groups)  # heads of a group that a tile of rows has room for
     high = plan.block // room
     pieces = pieces_of(dim)
@@ -74,7 +74,7 @@ def launch(call: Any, plan: Any, parts: Tensor, tops: Tensor, totals: Tensor) ->
         call.lengths.stride(0),
         call.scale,
         rows,
-        rows if call.depths is None else call.depths.shape[1],
+        call.pending,
         plan.splits,
         GROUPS=groups,
         ROOM=room,

@@ -45,6 +45,9 @@ SHAPES = {
 """Key/value heads, query heads per group, rows, dimension."""
 
 
+WINDOWED = ("h8g4d128.rows16", "h4g6d256.rows16")
+"""Shapes that are compiled once more with a sliding window."""
+
 STORED = {
     "h8g4d128.rows16": (("int8", "int8"), ("int8", "int4"), ("int4", "int4"), ("nvfp4", "nvfp4")),
     "h2g8d256.rows16": (("int4", "int4"), ("nvfp4", "nvfp4")),
@@ -108,9 +111,10 @@ def main() -> None:
     arguments = parser.parse_args()
     figures = {}
     for target, shape in itertools.product(arguments.target or TARGETS, arguments.shape or SHAPES):
-        for forms in (BF16, *STORED.get(shape, ())):
-            found = resources(target, shape, forms)
-            name = shape if forms == BF16 else f"{shape}.{'_'.join(dict.fromkeys(forms))}"
+        kinds = [(shape, BF16, False)] + [(f"{shape}.window", BF16, True)] * (shape in WINDOWED)
+        kinds += [(f"{shape}.{'_'.join(dict.fromkeys(forms))}", forms, False) for forms in STORED.get(shape, ())]
+        for name, forms, windowed in kinds:
+            found = resources(target, shape, forms, windowed=windowed)
             print(f"{target:8}{name:26}{found}", flush=True)
             figures |= described(target, name, found)
     for shape, codes in itertools.product(arguments.shape or SHAPES, (False, True)):
@@ -147,6 +151,7 @@ def main() -> None:
 def described(target: str, name: str, found: Resources) -> dict[str, Any]:
     """The figures of one kernel."""
     limit = SHARED_LIMIT[target]
+    assert found.shared <= limit * 1024, f"{name} cannot be launched on {target}: {found}, {limit} KiB are shared"
     most = 512 if target.startswith("gfx") else 255  # there, accumulation registers count too
     return {
         f"registers.{target}.{name}": report.figure(found.registers, "registers", f"{most} of a thread"),
@@ -155,14 +160,14 @@ def described(target: str, name: str, found: Resources) -> dict[str, Any]:
     }
 
 
-def resources(target: str, shape: str, forms: tuple[str, str] = BF16) -> Resources:
+def resources(target: str, shape: str, forms: tuple[str, str] = BF16, *, windowed: bool = False) -> Resources:
     """Compiles the attention kernel for one shape, with keys and values stored in these forms."""
     kv_heads, groups, rows, dim = SHAPES[shape]
     sizes = (SIZES[form] for form in forms)
     problem = ops.AttentionShape(1, kv_heads * groups, kv_heads, rows, 32_768, dim, None, *sizes)
     plan = make_plan(problem, Device(shared_memory=SHARED_LIMIT[target] * 1024), deterministic=False)
     compiled = triton.compile(
-        source(groups, kv_heads, dim, plan, forms, tiled=target in TILED),
+        source(groups, kv_heads, dim, plan, forms, tiled=target in TILED, windowed=windowed),
         target=TARGETS[target],
         options={"num_warps": plan.warps, "num_stages": plan.stages},
     )
@@ -302,12 +307,19 @@ def taken(target: str, compiled: Any) -> Resources:
 
 
 def source(
-    groups: int, kv_heads: int, dim: int, plan: AttentionPlan, forms: tuple[str, str] = BF16, *, tiled: bool = True
+    groups: int,
+    kv_heads: int,
+    dim: int,
+    plan: AttentionPlan,
+    forms: tuple[str, str] = BF16,
+    *,
+    tiled: bool = True,
+    windowed: bool = False,
 ) -> ASTSource:
     """The kernel as it is launched for BF16 queries and contiguous rows: last strides 1, the others divisible by 16."""
     kernel: Any = tree_attention._attend
     constants: dict[str, Any] = {
-        **dict.fromkeys(("starts", "blocks", "sinks")),
+        **dict.fromkeys(("starts", "blocks", "sinks") if windowed else ("depths", "starts", "blocks", "sinks")),
         **dict.fromkeys(("query_dim", "key_dim", "value_dim", "output_dim", "visible_word", "depth_row"), 1),
         "GROUPS": groups,
         "KV_HEADS": kv_heads,
@@ -322,14 +334,15 @@ def source(
         "TILE": plan.tile,
         "SPLIT": plan.splits > 1,
         "SPLIT_TILES": plan.split_tiles,
-        "WINDOWED": False,
+        "MASKED_STAGES": tree_attention.masked_stages(plan),
+        "WINDOWED": windowed,
         "CAPPED": False,
         "INTEGER": forms[0] == "int8",
         "STARTS": False,
         "LATE": tiled,
     }
     types: dict[str, Any] = dict.fromkeys(("query", "output"), "*bf16") | {"scale": "fp32", "softcap": "fp32"}
-    types |= dict.fromkeys(("visible", "lengths", "depths"), "*i64")
+    types |= dict.fromkeys(("visible", "lengths", "depths") if windowed else ("visible", "lengths"), "*i64")
     types |= dict.fromkeys(("lse", "tops", "totals"), "*fp32") | {"parts": "*fp16"}
     whole = tiled and not any(form in GROUPS for form in forms)
     for side, form, width in zip(("key", "value"), forms, (dim, dim // plan.portions), strict=True):

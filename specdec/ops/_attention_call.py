@@ -42,6 +42,11 @@ class AttentionCall:
         return StoredRows(self.values, _parts(self.value_scales))
 
     @property
+    def pending(self) -> int:
+        """Rows behind the committed ones."""
+        return self.visible.shape[1] if self.depths is None else self.depths.shape[1]
+
+    @property
     def pending_depths(self) -> Tensor:
         """Depth of every pending row: as given, or the number of a node's ancestors."""
         if self.depths is not None:
@@ -95,7 +100,7 @@ class AttentionCall:
             depths is None or depths.dim() == 2,
             f"depths must be [{batch}, pending], got {list(depths.shape) if depths is not None else None}",
         )
-        pending = rows if depths is None else depths.shape[-1]
+        pending = self.pending
         demand(
             pending >= rows,
             f"depths tell of {pending} pending rows, but there are {rows} queries; the queries are the last of them",

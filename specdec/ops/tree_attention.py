@@ -37,8 +37,8 @@ def tree_attention(
     depths: Int[Tensor, "batch pending"] | None = None,
     starts: Int[Tensor, " batch"] | None = None,
     blocks: Int[Tensor, "batch blocks"] | None = None,
-    key_scales: Shaped[Tensor, "..."] | tuple[Tensor, Tensor] | None = None,
-    value_scales: Shaped[Tensor, "..."] | tuple[Tensor, Tensor] | None = None,
+    key_scales: Shaped[Tensor, "..."] | tuple[Tensor, ...] | None = None,
+    value_scales: Shaped[Tensor, "..."] | tuple[Tensor, ...] | None = None,
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
@@ -66,9 +66,9 @@ def tree_attention(
         starts: first slot of a batch row that is no padding; None is 0.
         blocks: page of each run of `page` slots, for a cache in pages.
         key_scales: what belongs to codes, shaped like `keys` up to the last dimension. For INT8 or FP8 (E4M3) codes
-            the float32 scale of each row `[..., 1]`; for codes of `kv.Int4` its float16 scales and zero points
-            `[..., groups]`; for those of `kv.NVFP4` its E4M3 scales `[..., dim / 16]` and the float32 scale of each row
-            `[..., 1]`.
+            the float32 scale of each row `[..., 1]`, alone or in a tuple; for codes of `kv.Int4` its float16 scales and
+            zero points `[..., groups]`; for those of `kv.NVFP4` its E4M3 scales `[..., dim / 16]` and the float32 scale
+            of each row `[..., 1]`.
         value_scales: the same for values.
         scale: of the scores; None is `dim ** -0.5`.
         window: positions that a query sees, its own included; None for all.

@@ -119,6 +119,32 @@ def test_stored_numbers_are_read_with_their_scales(
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=kernel)])
+def test_scales_of_rows_come_alone_or_in_a_tuple(impl: ops.Impl) -> None:
+    """As `codes, *scales = codec.encode(rows)` gives them."""
+    call = problem(0, sizes=[3], lengths=[20], style="any", groups=2, kv_heads=1, dim=32, value_dim=32).call
+    for name in ("keys", "values"):
+        call[name], call[f"{name[:-1]}_scales"] = kv.Int8().encode(call[name].nan_to_num(0.0))
+    alone = ops.tree_attention(**call, impl=impl)
+    call |= {name: (call[name],) for name in ("key_scales", "value_scales")}
+    assert torch.equal(ops.tree_attention(**call, impl=impl), alone)
+
+
+@pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=kernel)])
+@pytest.mark.parametrize("edge", [0, 3])
+def test_a_broken_committed_value_reaches_those_whose_window_has_it(impl: ops.Impl, edge: int) -> None:
+    """The tile at the edge of the windows is another one than that of the tree."""
+    rows, length, window = 5, 70, 10
+    query, cache = torch.randn(1, 2, rows, 16), torch.randn(1, 1, length + rows, 16)
+    cache[0, 0, length + 1 + edge - window, 3] = torch.nan  # the first slot that the node at this depth sees
+    keys, lengths = cache.nan_to_num(0.0), torch.tensor([length])
+    output = ops.split_kv_attention(query, keys, cache, lengths, window=window, impl=impl)
+    assert isinstance(output, torch.Tensor)
+    broken = output.isnan()
+    assert bool(broken[:, :, : edge + 1].any(-1).all())
+    assert not bool(broken[:, :, edge + 1 :].any())
+
+
 @kernel
 @pytest.mark.parametrize("splits", [1, 2, 7])
 @pytest.mark.parametrize("block", [16, 32])
