@@ -232,9 +232,8 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     list(itertools.islice(generator.rounds(prompt, **request), first))  # compiles and captures
     served = generator.rounds(prompt, **request)
     list(itertools.islice(served, first))
-    start = time.perf_counter()
-    list(itertools.islice(served, count))
-    wall = (time.perf_counter() - start) / count
+    marks = [time.perf_counter(), *(time.perf_counter() for _ in itertools.islice(served, count))]
+    wall, each = (marks[-1] - marks[0]) / count, sorted(map(float.__sub__, marks[1:], marks))
     program: Any = generator._programs._program
     while program.pending:
         program.read()
@@ -250,12 +249,18 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     for event in spans:
         kinds[_kind(event.name)] += event.time_range.elapsed_us() / 1e6 / count
     kernels, launches = busy(spans) / count, len(spans) / count
-    print(name, f"wall {1e3 * wall:.3f} ms, kernels {1e3 * kernels:.3f} ms, {launches:.0f} launches", flush=True)
+    print(
+        name,
+        f"wall {1e3 * wall:.3f} ms, middle {1e3 * each[count // 2]:.3f}, slowest {1e3 * each[-1]:.3f};"
+        f" kernels {1e3 * kernels:.3f} ms, {launches:.0f} launches",
+        flush=True,
+    )
     for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:8]:
         print(f"    {event.device_time_total / count:9.1f} us {event.count / count:7.1f}  {event.key[:90]}")
     figures = {
         f"{name}.wall_over_kernel": report.figure(wall / kernels, "times", "time in which a kernel runs"),
         f"{name}.milliseconds": report.figure(1e3 * wall, "ms", "wall time of a round"),
+        f"{name}.middle_milliseconds": report.figure(1e3 * each[count // 2], "ms", "half of the rounds took longer"),
         f"{name}.device_milliseconds": report.figure(1e3 * device, "ms", "rounds one after the other, no host between"),
         f"{name}.launches": report.figure(launches, "kernels", "a round"),
     }

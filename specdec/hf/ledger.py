@@ -73,6 +73,10 @@ ROW_WISE_CRITERIA: tuple[type, ...] = (
 """Stopping criteria with the same property. As above, exactly these types: a subclass may do anything."""
 
 
+SPARE = 1024
+"""Columns that there is room for at first: to make room is the longest work that the host has in a round."""
+
+
 class TokenLedger:
     """Committed tokens of one `generate` call. Satisfies `specdec.protocols.Ledger`.
 
@@ -128,7 +132,7 @@ class TokenLedger:
         self._scores: tuple[Tensor, ...] = ()
         self._prompt = prompt
         self._prompt_mask = None if prompt_mask is None else prompt_mask.to(input_ids.device)
-        self._ids = input_ids.new_full((batch, prompt + 64), self._pad)
+        self._ids = input_ids.new_full((batch, prompt + SPARE), self._pad)
         self._ids[:, :prompt] = input_ids
         self._lengths = [prompt] * batch
         self._finished = [False] * batch

@@ -2,8 +2,8 @@
 
 Every shape is fixed and everything that changes is the content of a device tensor, so on a CUDA device the program is
 captured once as a graph and replayed; elsewhere, or with `capture=False`, the same program runs step by step. What a
-round did arrives in pinned memory behind it. No step waits for the host, so rounds are launched ahead of what the host
-has read, and its work goes on beside them.
+round did travels home on a stream of its own, while the next round runs. No step waits for the host, so rounds are
+launched ahead of what the host has read, and its work goes on beside them.
 """
 
 from collections.abc import Callable
@@ -49,6 +49,37 @@ class RoundRecord:
     committed: Numbers
     tokens: Numbers
     parents: Numbers
+
+
+class Homeward:
+    """The way home of what a round did, beside the rounds that follow it.
+
+    Args:
+        record: the record of the rounds, on their device, written anew by each.
+    """
+
+    def __init__(self, record: Int[Tensor, "batch numbers"]) -> None:
+        """Sends nothing."""
+        cuda = record.device.type == "cuda"
+        self._sent = torch.zeros_like(record)
+        self._host = torch.zeros_like(record, device="cpu", pin_memory=cuda)
+        self._stream = torch.cuda.Stream(record.device) if cuda else None
+
+    def send(self, record: Int[Tensor, "batch numbers"]) -> None:
+        """Starts the copy of a record whose predecessor has arrived; on a CUDA device nothing waits for it."""
+        if self._stream is None:
+            self._host.copy_(record)
+            return
+        self._sent.copy_(record)
+        self._stream.wait_stream(torch.cuda.current_stream(record.device))
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(self._sent, non_blocking=True)
+
+    def arrived(self) -> Numbers:
+        """Waits for what was sent; a copy, since the next one is sent to the same place."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._host.numpy().copy()
 
 
 class RoundProgram:
@@ -98,9 +129,7 @@ class RoundProgram:
         batch, width = state.lengths.shape[0], cache.width
         device = state.lengths.device
         self._record = torch.zeros(batch, 2 + 4 * width, dtype=torch.int64, device=device)
-        pinned = device.type == "cuda"
-        self._arrived = [torch.zeros(self._record.shape, dtype=torch.int64, pin_memory=pinned) for _ in range(AHEAD)]
-        self._events = [torch.cuda.Event() if pinned else None for _ in range(AHEAD)]
+        self._homeward = [Homeward(self._record) for _ in range(AHEAD)]
         self._launched = self._read = 0
 
     def load(self, source: RowCache, state: ops.TextState, starts: Tensor | None) -> None:
@@ -118,7 +147,6 @@ class RoundProgram:
     @torch.no_grad()
     def launch(self) -> None:
         """Starts a round and the way home of its record; waits for nothing."""
-        slot = self._launched % AHEAD
         if self.pending >= AHEAD:
             raise SpecdecError(f"{self.pending} rounds are on their way; read one before the next is launched.")
         if self._capture and self._graph is None:
@@ -135,21 +163,14 @@ class RoundProgram:
             self._graph.replay()
         else:
             self._round()
-        self._arrived[slot].copy_(self._record, non_blocking=True)
-        event = self._events[slot]
-        if event is not None:
-            event.record()
+        self._homeward[self._launched % AHEAD].send(self._record)
         self._launched += 1
 
     def read(self) -> RoundRecord:
         """Waits for the oldest round that was not read yet."""
-        slot = self._read % AHEAD
-        event = self._events[slot]
-        if event is not None:
-            event.synchronize()
+        arrived = self._homeward[self._read % AHEAD].arrived()
         self._read += 1
         width = self.cache.width
-        arrived = self._arrived[slot].numpy().copy()  # the round after the next arrives in the same place
         parts = (arrived[:, 2 + part * width : 2 + (part + 1) * width] for part in range(4))
         return RoundRecord(arrived[:, 0], arrived[:, 1], *parts)
 

@@ -183,11 +183,17 @@ def test_an_unknown_padding_id_is_needed_only_where_rows_end_alone():
     make([], pad_token=None, rows=1)
 
 
-def test_long_texts_outgrow_the_first_buffer():
-    book = make([], rows=1)
-    for token in range(200):
-        book.commit(torch.tensor([10 + token % 50]), both(True))
-    assert book.sequences()[0, 4:].tolist() == [10 + token % 50 for token in range(200)]
+@pytest.mark.parametrize("at_once", [False, True])
+def test_long_texts_outgrow_the_first_buffer(at_once):
+    book, text = make([], rows=1, limit=2 * ledger.SPARE), [10 + token % 50 for token in range(ledger.SPARE + 100)]
+    for first in range(0, len(text), 10):
+        part = text[first : first + 10]
+        if at_once:
+            book.extend([part], [len(part)])
+        else:
+            for token in part:
+                book.commit(torch.tensor([token]), both(True))
+    assert book.sequences()[0, 4:].tolist() == text
 
 
 def test_streaming_waits_for_the_slowest_running_row():
