@@ -14,7 +14,7 @@ import itertools
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest import mock
@@ -25,7 +25,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache, Gemma4ForCausalLM, Gemma4TextConfig, LlamaConfig, LlamaForCausalLM
 
-from specdec import SpeculativeGenerator, drafters, trees
+from specdec import SpeculativeGenerator, drafters, ops, trees
 from specdec.hf import device_rounds
 
 LLAMA_8B: dict[str, Any] = {
@@ -65,6 +65,9 @@ KINDS = {
     "weights": ("_skinny_product", "gemm", "nvjet", "cublas", "cutlass", "splitK", "gemv"),
 }
 """Kinds of kernels, by parts of their names; the rest are small ones."""
+
+FIRST, COUNT = 10, 30
+"""Rounds before those that are timed, and how many these are."""
 
 Figures: TypeAlias = Iterator[dict[str, Any]]
 """What a part measures, as it comes."""
@@ -188,8 +191,8 @@ def timed(run: Any, prompts: list[torch.Tensor]) -> float:
     return (time.perf_counter() - start) / len(prompts)
 
 
-def shape(name: str, model: Any, nodes: int, compiled: bool, floor: float) -> Figures:
-    """Rounds of a model with random weights at two lengths of context."""
+def shape(name: str, model: Any, nodes: int, compiled: bool, floor: Callable[[torch.Tensor], float]) -> Figures:
+    """Rounds of a model with random weights at two lengths of context; `floor` tells the seconds of reading weights."""
     model.generation_config.eos_token_id = None
     for context in (1_024, 32_768):
         if context == 1_024:
@@ -198,7 +201,7 @@ def shape(name: str, model: Any, nodes: int, compiled: bool, floor: float) -> Fi
         if compiled:
             generator.compile()
         prompt = torch.randint(1000, 100_000, (1, context), device="cuda")
-        yield rounds(f"{name}.c{context}", generator, prompt, floor=floor if context == 1_024 else None)
+        yield rounds(f"{name}.c{context}", generator, prompt, floor=floor(prompt) if context == 1_024 else None)
 
 
 def eager(name: str, model: Any, nodes: int, context: int) -> dict[str, Any]:
@@ -225,42 +228,39 @@ def eager(name: str, model: Any, nodes: int, context: int) -> dict[str, Any]:
 
 def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, floor: float | None) -> dict[str, Any]:
     """Wall time of steady rounds, and in the same request once more the time of their kernels, by kind."""
-    # Enough to be left when the rounds are profiled: where nothing may be committed, the tree is empty, and the rows of
-    # an empty tree are all alike, which few experts serve.
-    request = {"max_new_tokens": 100 * (generator.tree.nodes + 1), "do_sample": False, "pad_token_id": 0}
-    first, count = 10, 30
-    list(itertools.islice(generator.rounds(prompt, **request), first))  # compiles and captures
+    request = steady(generator.tree.nodes)
+    list(itertools.islice(generator.rounds(prompt, **request), FIRST))  # compiles and captures
     served = generator.rounds(prompt, **request)
-    list(itertools.islice(served, first))
-    marks = [time.perf_counter(), *(time.perf_counter() for _ in itertools.islice(served, count))]
-    wall, each = (marks[-1] - marks[0]) / count, sorted(map(float.__sub__, marks[1:], marks))
+    list(itertools.islice(served, FIRST))
+    marks = [time.perf_counter(), *(time.perf_counter() for _ in itertools.islice(served, COUNT))]
+    wall, each = (marks[-1] - marks[0]) / COUNT, sorted(map(float.__sub__, marks[1:], marks))
     program: Any = generator._programs._program
     while program.pending:
         program.read()
     device = replays(program, 10)
     served = generator.rounds(prompt, **request)
-    list(itertools.islice(served, first))
+    list(itertools.islice(served, FIRST))
     torch.cuda.synchronize()  # rounds that were launched ahead; as many more are launched ahead at the end
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        list(itertools.islice(served, count))
+        list(itertools.islice(served, COUNT))
         torch.cuda.synchronize()
     kinds: dict[str, float] = defaultdict(float)
     spans = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     for event in spans:
-        kinds[_kind(event.name)] += event.time_range.elapsed_us() / 1e6 / count
-    kernels, launches = busy(spans) / count, len(spans) / count
+        kinds[_kind(event.name)] += event.time_range.elapsed_us() / 1e6 / COUNT
+    kernels, launches = busy(spans) / COUNT, len(spans) / COUNT
     print(
         name,
-        f"wall {1e3 * wall:.3f} ms, middle {1e3 * each[count // 2]:.3f}, slowest {1e3 * each[-1]:.3f};"
+        f"wall {1e3 * wall:.3f} ms, middle {1e3 * each[COUNT // 2]:.3f}, slowest {1e3 * each[-1]:.3f};"
         f" kernels {1e3 * kernels:.3f} ms, {launches:.0f} launches",
         flush=True,
     )
     for event in sorted(profiler.key_averages(), key=lambda event: -event.device_time_total)[:8]:
-        print(f"    {event.device_time_total / count:9.1f} us {event.count / count:7.1f}  {event.key[:90]}")
+        print(f"    {event.device_time_total / COUNT:9.1f} us {event.count / COUNT:7.1f}  {event.key[:90]}")
     figures = {
         f"{name}.wall_over_kernel": report.figure(wall / kernels, "times", "time in which a kernel runs"),
         f"{name}.milliseconds": report.figure(1e3 * wall, "ms", "wall time of a round"),
-        f"{name}.middle_milliseconds": report.figure(1e3 * each[count // 2], "ms", "half of the rounds took longer"),
+        f"{name}.middle_milliseconds": report.figure(1e3 * each[COUNT // 2], "ms", "half of the rounds took longer"),
         f"{name}.device_milliseconds": report.figure(1e3 * device, "ms", "rounds one after the other, no host between"),
         f"{name}.launches": report.figure(launches, "kernels", "a round"),
     }
@@ -269,6 +269,15 @@ def rounds(name: str, generator: SpeculativeGenerator, prompt: torch.Tensor, flo
     if floor is not None:
         figures[f"{name}.wall_over_floor"] = report.figure(wall / floor, "times", "streaming the weights once")
     return figures
+
+
+def steady(nodes: int) -> dict[str, Any]:
+    """A request with tokens left when the rounds are profiled.
+
+    Where nothing may be committed, the tree is empty, and the rows of an empty tree are all alike, which few experts
+    serve.
+    """
+    return {"max_new_tokens": 100 * (nodes + 1), "do_sample": False, "pad_token_id": 0}
 
 
 def replays(program: Any, count: int) -> float:
@@ -300,7 +309,7 @@ def llama(arguments: argparse.Namespace) -> Figures:
     with torch.device("cuda"):
         model = LlamaForCausalLM._from_config(LlamaConfig(**LLAMA_8B), dtype=torch.bfloat16).eval()
     read = sum(p.numel() for n, p in model.named_parameters() if "embed_tokens" not in n) * 2
-    yield from shape("llama_8b_shape", model, 15, not arguments.plain, read / bandwidth())
+    yield from shape("llama_8b_shape", model, 15, not arguments.plain, lambda _: read / bandwidth())
 
 
 def gemma(arguments: argparse.Namespace) -> Figures:
@@ -309,31 +318,33 @@ def gemma(arguments: argparse.Namespace) -> Figures:
         model = Gemma4ForCausalLM._from_config(Gemma4TextConfig(**GEMMA4_26B), dtype=torch.bfloat16).eval()
     experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
     dense = sum(p.numel() for n, p in model.named_parameters() if ".experts." not in n)
-    touched = experts_touched(model, 6, torch.randint(1000, 100_000, (1, 1_024), device="cuda"))
-    share = touched / GEMMA4_26B["num_experts"]
-    counted = report.figure(touched, "experts", "128, mean over layers and rounds")
+    touched: list[float] = []
+
+    def floor(prompt: torch.Tensor) -> float:
+        touched.append(experts_touched(model, 6, prompt))
+        return 2 * (dense + touched[0] / GEMMA4_26B["num_experts"] * experts) / bandwidth()
+
+    yield from shape("gemma4_26b_shape", model, 6, not arguments.plain, floor)
+    counted = report.figure(touched[0], "experts", "128, mean over layers and the rounds that are timed")
     yield {"gemma4_26b_shape.experts_touched": counted}
-    yield from shape("gemma4_26b_shape", model, 6, not arguments.plain, 2 * (dense + share * experts) / bandwidth())
 
 
-def experts_touched(model: Any, nodes: int, prompt: torch.Tensor, count: int = 20) -> float:
-    """Mean number of experts that a layer reads in a round, counted in rounds that run step by step."""
+def experts_touched(model: Any, nodes: int, prompt: torch.Tensor) -> float:
+    """Mean number of experts that a layer reads in the rounds that are timed, which run step by step for that."""
     seen: list[int] = []
-    handles = [
-        module.register_forward_pre_hook(lambda _, given: seen.append(int(given[1].unique().numel())))
-        for name, module in model.named_modules()
-        if name.endswith(".experts")
-    ]
-    generator = SpeculativeGenerator(model, tree=trees.BestFirst(nodes=nodes), execution="device")
+    kernel = ops.routed_experts
+
+    def counted(hidden: torch.Tensor, chosen: torch.Tensor, *weights: Any, **options: Any) -> torch.Tensor:
+        seen.append(chosen.unique().numel())
+        return kernel(hidden, chosen, *weights, **options)
+
+    generator = SpeculativeGenerator(model, tree=trees.BestFirst(nodes=nodes), execution="device").compile()
     stepped = functools.partial(device_rounds.device_rounds, capture=False)
-    with mock.patch.object(device_rounds, "device_rounds", stepped):
-        rounds = generator.rounds(prompt, max_new_tokens=2 * count * (nodes + 1), do_sample=False, pad_token_id=0)
-        next(rounds)  # the prompt, whose many rows touch all of them
+    with mock.patch.object(device_rounds, "device_rounds", stepped), mock.patch.object(ops, "routed_experts", counted):
+        served = generator.rounds(prompt, **steady(nodes))
+        list(itertools.islice(served, FIRST))
         seen.clear()
-        for _ in itertools.islice(rounds, count):
-            pass
-    for handle in handles:
-        handle.remove()
+        list(itertools.islice(served, COUNT))
     return sum(seen) / len(seen)
 
 
