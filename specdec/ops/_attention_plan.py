@@ -181,17 +181,17 @@ def occupancy(
     *,
     multiprocessors: int | None = None,
     deterministic: bool = False,
+    specialised: bool = False,
 ) -> Occupancy:
-    """Work items and splits of the kernel that all devices share, before anything is launched.
-
-    The kernel of devices of compute capability 9 may cut otherwise where it is taken: up to dimension 256 its work
-    items have all of 128 packed rows, so there are half as many query blocks and twice as many splits.
+    """Work items and splits, before anything is launched.
 
     Args:
         shape: the problem.
         device: a CUDA device to ask for its multiprocessors.
         multiprocessors: their number, instead of a device; 132 (an H100 or H200) if neither is given.
         deterministic: as in `tree_attention`.
+        specialised: whether the kernel of devices of compute capability 9 can run: for 16-bit numbers, or INT8 codes,
+            in a contiguous cache, without window, padding and soft cap. Where it is not taken, it makes no difference.
 
     Raises:
         ShapeError: for a shape without work.
@@ -206,8 +206,9 @@ def occupancy(
     asked = device_of(device)
     if multiprocessors is not None:
         asked = dataclasses.replace(asked, multiprocessors=multiprocessors)
-    plan = make_plan(shape, asked, deterministic=deterministic)
-    blocks = -(-shape.rows * (shape.heads // shape.kv_heads) // plan.block)
+    plan = make_plan(shape, asked, deterministic=deterministic, specialised=specialised)
+    groups = shape.heads // shape.kv_heads
+    blocks = -(-shape.rows * (_room(groups) if plan.specialised else groups) // plan.block)
     heads = shape.batch * shape.kv_heads
     items = blocks * plan.portions * plan.splits * heads
     return Occupancy(blocks, plan.splits, heads, items, asked.multiprocessors, plan.portions)
@@ -276,7 +277,7 @@ def _cut(shape: AttentionShape, device: Device, *, most: int, portions: int = 1,
 def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
     """The launch of the kernel of compute capability 9, or None where another was faster."""
     dim, groups = shape.dim, shape.heads // shape.kv_heads
-    packed = shape.rows * (1 << (groups - 1).bit_length())  # the copy engine fetches queries of so many heads
+    packed = shape.rows * _room(groups)
     block, portions = 128 if packed > 64 else 64, 2 if dim > 256 else 1
     made_for, resident = (_SPECIALISED, 1) if shape.bytes_per_element > 1 else (_SPECIALISED_CODES, 2)
     if shape.dims[1] != dim or (dim, packed > 64) not in made_for or shape.rows * groups < _FEWEST or groups > 64:
@@ -287,6 +288,11 @@ def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
     if splits == 1 or tiles <= (shortest - 1) * splits:
         return None
     return AttentionPlan(block, _SPECIALISED_TILE, splits, 0, block // 16, stages, portions, specialised=True)
+
+
+def _room(groups: int) -> int:
+    """Heads of a group that the copy engine fetches the queries of."""
+    return 1 << (groups - 1).bit_length()
 
 
 def _shared_bytes(shape: AttentionShape, block: int, tile: int, stages: int, portions: int) -> int:

@@ -152,6 +152,16 @@ def test_bytes_and_occupancy() -> None:
     assert "2 query" not in str(whole)
 
 
+def test_occupancy_tells_of_the_kernel_that_is_taken() -> None:
+    shape = ops.AttentionShape(batch=1, heads=24, kv_heads=4, rows=16, slots=32_768, dim=256)
+    everywhere, specialised = (ops.occupancy(shape, specialised=can) for can in (False, True))
+    assert (everywhere.query_blocks, everywhere.splits) == (2, 16)
+    assert (specialised.query_blocks, specialised.splits) == (1, 33), "128 rows with room for 8 heads of a group"
+    short = dataclasses.replace(shape, slots=2048)
+    assert ops.occupancy(short, specialised=True) == ops.occupancy(short)
+    assert ops.occupancy(shape, specialised=True, deterministic=True) == ops.occupancy(shape, deterministic=True)
+
+
 def test_occupancy_of_what_is_no_shape_or_device_is_refused() -> None:
     shape = ops.AttentionShape(1, 16, 2, 7, 100, 64)
     with pytest.raises(ShapeError, match=r"must be an ops\.AttentionShape, got tuple"):
