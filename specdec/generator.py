@@ -264,12 +264,7 @@ class SpeculativeGenerator:
         attached = vars(self.model).get("generate") == self.generate
         arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config, attached=attached)
         kwargs.pop("custom_generate", None)
-        nodes: Any = self.tree.nodes if num_draft_tokens is None else num_draft_tokens
-        if isinstance(nodes, bool) or not isinstance(nodes, int) or not 0 <= nodes <= self.tree.nodes:
-            raise UnsupportedError(
-                f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{self.tree.nodes}, the budget of "
-                f"{self.tree!r}; give the generator a larger tree for more."
-            )
+        nodes = arguments.own(self.tree, num_draft_tokens, generator)
         kwargs = arguments.with_stop_strings(
             kwargs, self.model.generation_config, tokenizer if tokenizer is not None else self.tokenizer
         )
@@ -285,7 +280,7 @@ class SpeculativeGenerator:
             arguments.check_model_inputs(model_kwargs)
             arguments.check_outputs(generation_config)
             config, drafting = generation_config, nodes > 0
-            input_ids = input_ids.to(torch.int64)  # committed tokens are, in plain generate too
+            input_ids = arguments.token_ids(input_ids)
             target = ModelTarget(
                 self.model,
                 input_ids,

@@ -3,12 +3,15 @@
 The check is called directly where the type hook of the tests would come first.
 """
 
+import numpy as np
 import pytest
 import torch
 
 from specdec import Candidates, ShapeError, SpeculativeGenerator, UnsupportedError, control, drafters, trees, verify
+from specdec.hf import arguments
 from specdec.hf.arguments import check_part
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
+from specdec.trees._options import require_positive
 from tests import helpers
 
 PROTOCOLS = {"tree": TreeBuilder, "drafter": Drafter, "verifier": Verifier, "controller": Controller}
@@ -29,6 +32,29 @@ def test_a_part_of_the_wrong_kind_is_named(name, part):
 def test_a_bare_model_as_drafter_is_told_what_to_do():
     with pytest.raises(UnsupportedError, match="ModelDrafter"):
         check_part("drafter", helpers.model(), Drafter)
+
+
+def test_num_draft_tokens_may_be_of_numpy():
+    assert type(arguments.own(trees.Chain(5), np.int64(2), None)) is int
+
+
+@pytest.mark.parametrize("given", [3, "x"])
+def test_a_generator_is_one_of_torch(given):
+    with pytest.raises(UnsupportedError, match=r"generator must be a torch\.Generator or None"):
+        arguments.own(trees.Chain(5), None, given)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int16, torch.uint8])
+def test_ids_that_no_embedding_takes_are_refused(kind):
+    generator = SpeculativeGenerator(helpers.model(), tree=trees.Chain(5))
+    with pytest.raises(UnsupportedError, match=f"ids of a prompt must be int64 or int32, got {kind}"):
+        generator.generate(torch.tensor(helpers.ONE).to(kind), max_new_tokens=4)
+
+
+@pytest.mark.parametrize("nodes", [0, -1, 1.5, "x", True])
+def test_a_budget_is_a_whole_number(nodes):
+    with pytest.raises(UnsupportedError, match=rf"Chain\(nodes={nodes!r}\): expected a whole number above 0"):
+        require_positive("Chain", nodes=nodes)
 
 
 @pytest.mark.parametrize("count", [True, 99, -1])

@@ -7,14 +7,18 @@ change the result.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Literal
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase, StopStringCriteria
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from specdec.drafters import BlockModel, FeatureModel
 from specdec.errors import UnsupportedError
 from specdec.kv import KVCacheConfig
+from specdec.protocols import TreeBuilder
 
 
 def _given(value: Any) -> bool:
@@ -224,3 +228,31 @@ def with_stop_strings(kwargs: dict[str, Any], own: Any, tokenizer: PreTrainedTok
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):
         criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=strings))
     return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
+
+
+def own(tree: TreeBuilder, num_draft_tokens: Any, generator: Any) -> int:
+    """The tree budget of a call, by the two arguments of `generate` that are not of transformers.
+
+    Raises:
+        UnsupportedError: for a budget that the tree does not have, and for no generator of torch.
+    """
+    nodes = tree.nodes if num_draft_tokens is None else num_draft_tokens
+    if isinstance(nodes, bool) or not isinstance(nodes, Integral) or not 0 <= int(nodes) <= tree.nodes:
+        raise UnsupportedError(
+            f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{tree.nodes}, the budget of {tree!r}; "
+            "give the generator a larger tree for more."
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise UnsupportedError(f"generator must be a torch.Generator or None, got {generator!r}.")
+    return int(nodes)
+
+
+def token_ids(prompt: Tensor) -> Tensor:
+    """The ids of a prompt in int64, in which committed tokens are, in plain `generate` too.
+
+    Raises:
+        UnsupportedError: for other numbers, which no embedding takes.
+    """
+    if prompt.dtype not in (torch.int64, torch.int32):
+        raise UnsupportedError(f"the ids of a prompt must be int64 or int32, got {prompt.dtype}.")
+    return prompt.to(torch.int64)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
-from specdec.kv._checks import require_fitted
+from specdec.kv._checks import require_fitted, require_parts, require_rows
 from specdec.ops.quantize import LARGEST_E4M3, to_e4m3, to_fp8
 
 _HEADROOM = 2.0  # rows of a text may exceed those of its prompt; the range of a float costs no precision
@@ -53,6 +53,7 @@ class FP8:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Codes `[..., dim]`, and scales `[..., 1]` unless one per head was fitted."""
+        require_rows("FP8", rows)
         if self.scale == "head":
             require_fitted("FP8(scale='head')", state)
             return (to_e4m3(rows.float() / state[0]),)
@@ -64,5 +65,6 @@ class FP8:
         """Codes times scales."""
         if self.scale == "head":
             require_fitted("FP8(scale='head')", state)
+        require_parts("FP8", parts, (torch.uint8, torch.float8_e4m3fn), 0 if self.scale == "head" else 1)
         scales = state[0] if self.scale == "head" else parts[1]
         return (parts[0].view(torch.float8_e4m3fn).float() * scales).to(dtype)

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
+from specdec.kv._checks import require_parts, require_rows
 from specdec.ops.quantize import from_int4, to_int4
 
 
@@ -32,8 +33,8 @@ class Int4:
     group: int = 32
 
     def __post_init__(self) -> None:
-        if self.group < 1:
-            raise UnsupportedError(f"Int4: group must be 1 or more channels, got {self.group}.")
+        if type(self.group) is not int or self.group < 1:
+            raise UnsupportedError(f"Int4: group must be 1 or more channels, got {self.group!r}.")
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, scales and zero points included, for rows of `dim` numbers."""
@@ -48,6 +49,7 @@ class Int4:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Packed codes `[..., dim / 2]`, scales and zero points `[..., groups]`."""
+        require_rows("Int4", rows)
         self._check(rows.shape[-1])
         return to_int4(rows, self.group)
 
@@ -55,6 +57,7 @@ class Int4:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales plus zero points."""
+        require_parts("Int4", parts, (torch.uint8,), 2)
         return from_int4(*parts).to(dtype)
 
     def _check(self, dim: int) -> None:

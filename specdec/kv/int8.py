@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specdec.kv._checks import require_parts, require_rows
 from specdec.ops.quantize import to_int8
 
 
@@ -33,11 +34,13 @@ class Int8:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Codes `[..., dim]` and scales `[..., 1]`."""
+        require_rows("Int8", rows)
         return to_int8(rows)
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales."""
+        require_parts("Int8", parts, (torch.int8,), 1)
         codes, scales = parts
         return (codes * scales).to(dtype)

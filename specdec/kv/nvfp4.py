@@ -7,6 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError
+from specdec.kv._checks import require_parts, require_rows
 from specdec.ops.quantize import NVFP4_GROUP, from_nvfp4, to_nvfp4
 
 
@@ -32,6 +33,7 @@ class NVFP4:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """Packed codes `[..., dim / 2]`, block scales `[..., dim / 16]`, row scales `[..., 1]`."""
+        require_rows("NVFP4", rows)
         _check(rows.shape[-1])
         return to_nvfp4(rows)
 
@@ -39,6 +41,7 @@ class NVFP4:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times both scales."""
+        require_parts("NVFP4", parts, (torch.uint8,), 2)
         return from_nvfp4(*parts).to(dtype)
 
 

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec.errors import ShapeError
+from specdec.ops._checks import demands, legible, tensors
 
 WORD = 64
 
@@ -18,7 +19,8 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
     Padding nodes are roots of their own and see themselves only, so no row is ever empty.
 
     Raises:
-        ShapeError: for parents of one tree without a batch.
+        ShapeError: for what is no batch of trees: no tensor `[batch, nodes]` of integers, or, on a CPU, parents that do
+            not come before their children.
 
     Example:
         >>> import torch
@@ -28,11 +30,14 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
                  [1, 1, 0],
                  [1, 0, 1]]], dtype=torch.int32)
     """
-    if parents.dim() != 2:
-        raise ShapeError(
-            f"ancestor_matrix: parents must be [batch, nodes], got {list(parents.shape)}; one tree is a batch of one."
-        )
+    tensors("ancestor_matrix", {"parents": parents})
+    demand = demands("ancestor_matrix")
+    demand(parents.dim() == 2, f"parents must be [batch, nodes], got {list(parents.shape)}; one tree is a batch of one")
+    demand(parents.dtype == torch.int64, f"parents must be int64, got {parents.dtype}")
     batch, nodes = parents.shape
+    if legible(parents):
+        ordered = bool(((parents >= -1) & (parents < torch.arange(nodes))).all())
+        demand(ordered, f"a parent must come before its children, and -1 stands for none; got {parents.tolist()}")
     # With P the matrix "j is the parent of i", the answer is I + P + P² + ... = (I - P)⁻¹. P is strictly lower
     # triangular, so one unit-triangular solve does it, exactly: every number on the way is 0 or 1.
     steps = torch.zeros(batch, nodes, nodes, device=parents.device)

@@ -126,6 +126,10 @@ class AttentionCall:
             integers = given is None or not (given.is_floating_point() or given.dtype == torch.bool)
             demand(integers, f"{name} must hold integers, got {getattr(given, 'dtype', None)}")
         demand(
+            blocks is None or blocks.dtype in (torch.int32, torch.int64),
+            f"blocks must be int32 or int64, got {getattr(blocks, 'dtype', None)}",
+        )
+        demand(
             window is None or (whole(window, least=1) and window < 1 << 31),
             f"a window counts positions, its own included, so from 1 on and below 2^31; got {window!r}",
         )
@@ -152,6 +156,11 @@ class AttentionCall:
             spare = pending % WORD  # bits of the last word that have a row; none if all have
             clear = spare == 0 or not bool((visible[:, :, -1] & -1 << spare).any())
             demand(clear, f"visible has bits behind the {pending} pending rows")
+        if depths is not None and depths.numel() and legible(depths):
+            demand(int(depths.min()) >= 0, f"depths count from 0 at a root, got {int(depths.min())}")
+        if self.starts is not None and batch and legible(self.starts, self.lengths):
+            inside = bool(((self.starts >= 0) & (self.starts <= self.lengths)).all())
+            demand(inside, f"starts must be from 0 to lengths, got {self.starts.tolist()}")
         if blocks is not None and blocks.numel() and legible(blocks):
             first, last = int(blocks.min()), int(blocks.max())
             demand(first >= 0 and last < keys.shape[0], f"blocks {first} to {last} are not among {keys.shape[0]} pages")

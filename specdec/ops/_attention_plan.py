@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec.errors import ShapeError
-from specdec.ops._checks import number, whole
+from specdec.ops._checks import device_named, flags, number, whole
 
 FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
@@ -195,6 +195,8 @@ def occupancy(
 
     Raises:
         ShapeError: for a shape without work.
+        UnsupportedError: for a device that is no CUDA device or is not there, and flags that are neither True nor
+            False.
     """
     given: Any = shape
     if not isinstance(given, AttentionShape):
@@ -203,7 +205,8 @@ def occupancy(
         raise ShapeError(f"occupancy: multiprocessors must be a whole number from 1 on, got {multiprocessors!r}.")
     if shape.batch * shape.rows * shape.slots == 0:
         raise ShapeError(f"occupancy: nothing to cut in {shape}.")
-    asked = device_of(device)
+    flags("occupancy", deterministic=deterministic, specialised=specialised)
+    asked = device_of(None if device is None else device_named("occupancy", device))
     if multiprocessors is not None:
         asked = dataclasses.replace(asked, multiprocessors=multiprocessors)
     plan = make_plan(shape, asked, deterministic=deterministic, specialised=specialised)
@@ -280,7 +283,13 @@ def _specialised(shape: AttentionShape, device: Device) -> AttentionPlan | None:
     packed = shape.rows * _room(groups)
     block, portions = 128 if packed > 64 else 64, 2 if dim > 256 else 1
     made_for, resident = (_SPECIALISED, 1) if shape.bytes_per_element > 1 else (_SPECIALISED_CODES, 2)
-    if shape.dims[1] != dim or (dim, packed > 64) not in made_for or shape.rows * groups < _FEWEST or groups > 64:
+    if (
+        shape.sizes not in ((2, 2), (1, 1))
+        or shape.dims[1] != dim
+        or (dim, packed > 64) not in made_for
+        or shape.rows * groups < _FEWEST
+        or groups > 64
+    ):
         return None
     stages, shortest = made_for[dim, packed > 64]
     work, tiles = shape.batch * shape.kv_heads * portions * -(-packed // block), -(-shape.slots // _SPECIALISED_TILE)

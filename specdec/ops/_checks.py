@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.errors import ShapeError
+from specdec.errors import ShapeError, UnsupportedError
 
 
 def demands(op: str) -> Callable[[bool, str], None]:
@@ -57,6 +57,28 @@ def record_of(op: str, name: str, given: Any, kind: type[Any]) -> None:
     for field in kind.__slots__:
         if not isinstance(getattr(given, field), Tensor):
             raise _no_tensor(op, f"{name}.{field}", getattr(given, field))
+
+
+def flags(op: str, **given: Any) -> None:
+    """Raises unless arguments are True or False."""
+    for name, flag in given.items():
+        if type(flag) is not bool:
+            raise UnsupportedError(f"{op}: {name} must be True or False, got {flag!r}.")
+
+
+def device_named(op: str, given: Any) -> torch.device:
+    """A device by what an argument says; raises unless it is a CUDA device that is there."""
+    try:
+        device = torch.device(given)
+        there = device.type == "cuda" and 0 <= (device.index or 0) < torch.cuda.device_count()
+    except (RuntimeError, TypeError):
+        there = False
+    if not there:
+        raise UnsupportedError(
+            f"{op}: device must be a CUDA device that is there, or None, got {given!r}; torch sees "
+            f"{torch.cuda.device_count()} of them."
+        )
+    return device
 
 
 def legible(*given: Tensor) -> bool:

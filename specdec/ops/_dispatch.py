@@ -50,9 +50,12 @@ def available(name: str, device: torch.device | str) -> tuple[bool, str]:
     """
     if name not in KERNELS:
         return False, f"there is no kernel for {name!r}; there are {', '.join(sorted(KERNELS))}"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        return False, f"{device!r} names no device that torch knows"
     can, reason = _runs(device)
-    if can and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if can and device.type == "cuda" and not 0 <= (device.index or 0) < torch.cuda.device_count():
         return False, f"there is no device {str(device)!r}; torch sees {torch.cuda.device_count()} of its kind"
     return can, reason
 

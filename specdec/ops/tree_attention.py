@@ -24,7 +24,7 @@ from specdec.ops import _dispatch
 from specdec.ops._ancestry import pack, unpack
 from specdec.ops._attention_call import AttentionCall
 from specdec.ops._attention_plan import device_of, make_plan
-from specdec.ops._checks import several, tensors
+from specdec.ops._checks import flags, several, tensors
 
 
 def tree_attention(
@@ -86,7 +86,7 @@ def tree_attention(
     Raises:
         ShapeError: for shapes that do not belong together, or dtypes and devices that differ; on a CPU also for
             lengths, bits and pages that are not there.
-        UnsupportedError: if `impl="triton"` cannot run here.
+        UnsupportedError: if `impl="triton"` cannot run here, and for flags that are neither True nor False.
 
     Example:
         >>> import torch
@@ -106,6 +106,7 @@ def tree_attention(
             several("tree_attention", name, scales)
         else:
             tensors("tree_attention", {}, {name: scales})
+    flags("tree_attention", return_lse=return_lse, deterministic=deterministic)
     call = AttentionCall(
         query=query,
         keys=keys,

@@ -1,6 +1,7 @@
 """Laws of the codecs: rows stand for themselves, errors stay within what the format allows, bits are counted right."""
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from specdec.ops import quantize
 from specdec.protocols import KVCodec
 from tests.kv.codecs import CODECS
 from tests.trees.random_trees import caught
+from tests.unchecked import unchecked
 
 STEPS = {"int8": 0.5 / 127, "int4": 0.5 / 15, "fp8 per token": 2**-4, "fp8 per head": 2**-4, "nvfp4": 0.25}
 """Largest error of a number, as a share of the largest number of its row (for INT4: of twice that)."""
@@ -186,6 +188,7 @@ def _unchecked_fp8(scale: Any) -> kv.FP8:
         (lambda: _unchecked_fp8("row"), UnsupportedError, "'token' or 'head', got 'row'"),
         (lambda: _checks.require_codec("Hadamard", kv.Int8), UnsupportedError, "Hadamard takes a codec such as"),
         (lambda: kv.Int4(group=0), UnsupportedError, "group must be 1 or more"),
+        (lambda: _checks.require_rows("Int8", None), ShapeError, "Int8: rows must be a tensor .* got NoneType"),
         (lambda: kv.Int4().bits_per_element(80), ShapeError, "rows of 80 numbers have no whole groups of 32"),
         (lambda: kv.NVFP4().bits_per_element(24), ShapeError, "no whole blocks of 16"),
     ],
@@ -193,6 +196,34 @@ def _unchecked_fp8(scale: Any) -> kv.FP8:
 def test_what_cannot_be_stored_is_refused(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+ROWS = torch.randn(2, 3, 4, 32)
+NO_PARTS: dict[str, Any] = {
+    "codes alone": lambda parts: parts[0],
+    "no scales": lambda parts: parts[:1],
+    "one more": lambda parts: (*parts, parts[-1]),
+    "scales first": lambda parts: parts[::-1],
+    "scales of another batch": lambda parts: (parts[0], *(part[:1] for part in parts[1:])),
+    "nothing": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("codec", [kv.Int8(), kv.FP8(), kv.Int4(), kv.NVFP4(), kv.Hadamard(kv.Int8())], ids=str)
+@pytest.mark.parametrize("name", NO_PARTS)
+def test_what_encode_does_not_give_is_not_decoded(codec: KVCodec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = codec.encode(ROWS)
+    unchecked(monkeypatch, *(sys.modules[type(each).__module__] for each in (codec, kv.Int8())))
+    with pytest.raises(ShapeError, match="decode takes what encode gives"):
+        codec.decode(NO_PARTS[name](parts))
+
+
+@pytest.mark.parametrize("codec", [kv.Int8(), kv.FP8(), kv.Int4(), kv.NVFP4()], ids=str)
+@pytest.mark.parametrize("rows", [ROWS.tolist(), ROWS.long(), ROWS > 0, torch.tensor(1.0), None], ids=lambda _: "")
+def test_what_is_no_row_is_not_encoded(codec: KVCodec, rows: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch, sys.modules[type(codec).__module__])
+    with pytest.raises(ShapeError, match="rows must be a tensor"):
+        codec.encode(rows)
 
 
 def test_codecs_are_values() -> None:

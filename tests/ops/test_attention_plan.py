@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec import ops
-from specdec.errors import ShapeError
+from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _attention_plan
 from specdec.ops._attention_plan import Device
 from tests.unchecked import unchecked
@@ -160,6 +160,19 @@ def test_occupancy_tells_of_the_kernel_that_is_taken() -> None:
     short = dataclasses.replace(shape, slots=2048)
     assert ops.occupancy(short, specialised=True) == ops.occupancy(short)
     assert ops.occupancy(shape, specialised=True, deterministic=True) == ops.occupancy(shape, deterministic=True)
+
+
+@pytest.mark.parametrize("size", [4, 8, 0.5])
+def test_the_specialised_kernel_takes_half_precision_and_bytes(size: float) -> None:
+    shape = ops.AttentionShape(1, 16, 2, 16, 32_768, 256, bytes_per_element=size)
+    assert ops.occupancy(shape, specialised=True) == ops.occupancy(shape)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "nonsense", "cuda:1000", 1000])
+def test_occupancy_of_a_device_that_is_not_there_is_refused(device: Any) -> None:
+    shape = ops.AttentionShape(1, 16, 2, 7, 100, 64)
+    with pytest.raises(UnsupportedError, match="device must be a CUDA device that is there"):
+        inspect.unwrap(ops.occupancy)(shape, device)
 
 
 def test_occupancy_of_what_is_no_shape_or_device_is_refused() -> None:

@@ -18,6 +18,12 @@ def test_a_device_without_kernels() -> None:
         _dispatch.choose("tree_attention", "triton", torch.device("meta"))
 
 
+@pytest.mark.parametrize("device", ["nonsense", None])
+def test_what_is_no_device(device: Any) -> None:
+    can, reason = inspect.unwrap(ops.available)("tree_attention", device)
+    assert (can, reason) == (False, f"{device!r} names no device that torch knows")
+
+
 def test_a_device_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dispatch, "_kernels", lambda: (object(), ""))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

@@ -334,6 +334,13 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a word for a cap": ({"softcap": "a"}, "softcap must be a number above 0 or None, got 'a'"),
     "a truth for a scale": ({"scale": True}, "scale must be a finite number or None, got True"),
     "nodes that are not there": ({"visible": GOOD["visible"] | 1 << 4}, "bits behind the 4 pending rows"),
+    "a root below 0": ({"depths": GOOD["depths"] - 1}, "depths count from 0 at a root, got -1"),
+    "padding behind the text": ({"starts": torch.tensor([0, 6])}, r"starts must be from 0 to lengths, got \[0, 6\]"),
+    "padding before the cache": ({"starts": torch.tensor([-1, 0])}, "starts must be from 0 to lengths"),
+    "pages by small numbers": (
+        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.uint8)},
+        "blocks must be int32 or int64, got torch.uint8",
+    ),
     "a page that is not there": (
         {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, -1]])},
         "blocks -1 to 4 are not among 6 pages",
@@ -351,6 +358,12 @@ def test_what_does_not_belong_together_is_refused(name: str, monkeypatch: pytest
     unchecked(monkeypatch, _attention_call)  # outside the tests nobody checks annotations
     with pytest.raises(ShapeError, match=message):
         inspect.unwrap(ops.tree_attention)(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("flag", ["return_lse", "deterministic"])
+def test_flags_are_true_or_false(flag: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{flag} must be True or False, got 'no'"):
+        inspect.unwrap(ops.tree_attention)(**GOOD, **{flag: "no"})
 
 
 def test_numbers_of_numpy_are_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.ops import _ancestry
 from specdec.protocols import DraftContext, TreeBuilder
 from specdec.trees import topology
 from specdec.types import Candidates, DraftTree, Frontier
@@ -199,5 +200,6 @@ def grown_as_on_an_accelerator(
 @contextmanager
 def accelerator_shapes() -> Iterator[None]:
     """Lets the CPU take the path of other devices."""
-    with mock.patch.object(topology, "readable", return_value=False):
+    away = {"return_value": False}
+    with mock.patch.object(topology, "readable", **away), mock.patch.object(_ancestry, "legible", **away):
         yield

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -304,6 +305,22 @@ def test_a_sampled_tree_is_not_cut_by_score() -> None:
     tree = random_tree(0, [6], "any", vocab=3)
     with pytest.raises(UnsupportedError, match="cannot be cut by score"):
         topology.best(tree, 2)
+
+
+@pytest.mark.parametrize(
+    ("parents", "message"),
+    [
+        ([[-1, 0]], "parents must be a tensor, got list"),
+        (torch.tensor([[-1.0, 0.0]]), "must be int64, got torch.float32"),
+        (torch.tensor([[-1, 2, 1]]), r"before its children.* got \[\[-1, 2, 1\]\]"),
+        (torch.tensor([[0, 0]]), "before its children"),
+        (torch.tensor([[-1, 0, -2]]), "-1 stands for none"),
+        (torch.tensor([[-1, 7]]), "before its children"),
+    ],
+)
+def test_parents_that_make_no_tree_are_refused(parents: Any, message: str) -> None:
+    with pytest.raises(ShapeError, match=message):
+        inspect.unwrap(topology.ancestor_matrix)(parents)
 
 
 def test_what_is_no_tree_or_no_matrix_is_refused() -> None:
