@@ -22,7 +22,9 @@ PLOTTED = {
     "their time by kind of kernel, and their wall time. Below, the wall time over the time in which kernels run, and "
     "over the time that reading the weights once takes. `c1024` is the length of the context; `eager` is one verify "
     "pass of plain transformers. A kernel that is set up while the one before still runs counts from then on in the "
-    "time of its kind.",
+    "time of its kind. `equal_to_plain` is the share of a text before the first token that plain greedy decoding "
+    "decides otherwise: in bfloat16 near-ties fall either way ([lossless](device.md#lossless)), and `widest_gap` says "
+    "how near they were.",
     "kv-codecs": "How far a codec moves the next-token law, by the bits of a stored number.",
     "qwen35-27b-shape": "Rounds of one row in the shape of Qwen3.5-27B, as for other models in [rounds on the device]"
     "(device.md). `plain` is without `compile()`; `eager` is one verify pass of plain transformers.",
