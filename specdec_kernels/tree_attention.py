@@ -3,8 +3,7 @@
 A work item takes a tile of rows (nodes times the heads of a group, packed), one key/value head of one batch row, and a
 run of slots. It keeps an unnormalised sum, the running maximum and the running denominator (flash attention); a second
 kernel adds the runs up. Only the tiles that hold the tree, the first visible slots or the edge of a window test a
-mask. Maxima and logarithms are in base 2 until the end.
-The layout of the arguments is that of `specdec.ops.tree_attention`, which checks them.
+mask. Maxima and logarithms are in base 2 until the end. `specdec.ops.tree_attention` checks the arguments.
 """
 
 from typing import Any
@@ -44,8 +43,7 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
     key_scales, value_scales = key_rows.row_scales, value_rows.row_scales
     (key_groups, key_group), (value_groups, value_group) = groups_of(key_rows), groups_of(value_rows)
     batch, heads, rows, dim = query.shape
-    kv_heads, value_dim = keys.shape[1], value_rows.dim
-    groups = heads // kv_heads
+    kv_heads, value_dim, groups = keys.shape[1], value_rows.dim, heads // keys.shape[1]
     # Rows before heads in memory, so that the next projection reads it without a copy.
     output = query.new_empty(batch, rows, heads, value_dim).transpose(1, 2)
     lse = query.new_empty(batch, heads, rows, dtype=torch.float32)
@@ -127,7 +125,7 @@ def launch(call: Any, plan: Any) -> tuple[Tensor, Tensor]:
 
 
 def masked_stages(plan: Any) -> int:
-    """Tiles with masks in flight. They are few; to fetch ahead takes code and, for many rows, registers."""
+    """Tiles with masks in flight. A tree has few; to fetch ahead takes code and, for many rows, registers."""
     return min(plan.stages, 1 if plan.block >= 64 else 2)
 
 
@@ -252,7 +250,9 @@ def _attend(
         depths += batch * depth_batch
         depth = tl.load(depths + (pending - rows + row).to(tl.int64) * depth_row, mask=exists, other=0).to(tl.int32)
         first_slot = tl.maximum(first_slot, length + tl.min(tl.where(used, depth, 1 << 30)) - window + 1)
-        all_from = tl.maximum(all_from, length + tl.max(tl.where(used, depth, 0)) - window + 1)
+        # In fixed runs all tiles have masks: their order would else follow from the depths of other nodes.
+        deepest = tl.max(tl.where(used, depth, 0))
+        all_from = end_slot if SPLIT_TILES > 0 else tl.maximum(all_from, length + deepest - window + 1)
     first_tile, last_tile = first_slot // TILE, tl.cdiv(end_slot, TILE)
     if SPLIT_TILES > 0:
         begin = (first_tile // SPLIT_TILES + split) * SPLIT_TILES
@@ -290,7 +290,7 @@ def _attend(
     acc = tl.zeros([BLOCK, VALUE_PADDED], tl.float32)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    # First the tiles in the middle, then those before and behind it, which have one body: code that runs once is cold.
+    # First the tiles in the middle, then those before and behind it by one body: code that runs once is cold.
     middle = all_end - all_begin
     for masked in tl.static_range(2):
         count = end - begin - middle if masked else middle

@@ -74,7 +74,7 @@ ROW_WISE_CRITERIA: tuple[type, ...] = (
 
 
 SPARE = 1024
-"""Columns that there is room for at first: to make room is the longest work that the host has in a round."""
+"""Columns behind the prompt at first: to make room for more is the longest work that the host has in a round."""
 
 
 class TokenLedger:

@@ -64,21 +64,26 @@ class Homeward:
         self._sent = torch.zeros_like(record)
         self._host = torch.zeros_like(record, device="cpu", pin_memory=cuda)
         self._stream = torch.cuda.Stream(record.device) if cuda else None
+        self._copied = torch.cuda.Event() if cuda else None
 
     def send(self, record: Int[Tensor, "batch numbers"]) -> None:
-        """Starts the copy of a record whose predecessor has arrived; on a CUDA device nothing waits for it."""
-        if self._stream is None:
+        """Starts the copy of a record; on a CUDA device nothing waits for it.
+
+        The one before has arrived, or nobody will read it: copies follow each other, so the last one is what is there.
+        """
+        if self._stream is None or self._copied is None:
             self._host.copy_(record)
             return
         self._sent.copy_(record)
         self._stream.wait_stream(torch.cuda.current_stream(record.device))
         with torch.cuda.stream(self._stream):
             self._host.copy_(self._sent, non_blocking=True)
+            self._copied.record()
 
     def arrived(self) -> Numbers:
         """Waits for what was sent; a copy, since the next one is sent to the same place."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self._copied is not None:
+            self._copied.synchronize()
         return self._host.numpy().copy()
 
 

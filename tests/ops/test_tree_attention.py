@@ -134,7 +134,7 @@ def test_scales_of_rows_come_alone_or_in_a_tuple(impl: ops.Impl) -> None:
 @pytest.mark.parametrize("edge", [0, 3])
 def test_a_broken_committed_value_reaches_those_whose_window_has_it(impl: ops.Impl, edge: int) -> None:
     """The tile at the edge of the windows is another one than that of the tree."""
-    rows, length, window = 5, 70, 10
+    rows, length, window = 5, 98, 10
     query, cache = torch.randn(1, 2, rows, 16), torch.randn(1, 1, length + rows, 16)
     cache[0, 0, length + 1 + edge - window, 3] = torch.nan  # the first slot that the node at this depth sees
     keys, lengths = cache.nan_to_num(0.0), torch.tensor([length])
@@ -276,6 +276,24 @@ def test_fixed_runs_depend_on_nothing_else(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(torch.equal(fixed[0], other) for other in fixed[1:])
     free = [row(arguments) for arguments in (call, alone, tight, first)]
     assert not all(torch.equal(free[0], other) for other in free[1:]), "the test would not notice"
+
+
+@kernel
+def test_fixed_runs_under_a_window_depend_on_no_other_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which tiles a window cuts depends on the deepest node, and these are added up after those that it does not."""
+    plans = {
+        split_tiles: _attention_plan.AttentionPlan(16, 32, 1, split_tiles, warps=4, stages=2) for split_tiles in (0, 99)
+    }
+    same: dict[int, list[bool]] = {split_tiles: [] for split_tiles in plans}
+    for (split_tiles, plan), length in itertools.product(plans.items(), range(262, 332, 10)):
+        monkeypatch.setattr(sys.modules["specdec.ops.tree_attention"], "make_plan", lambda *_, plan=plan, **__: plan)
+        call = problem(length, [4], [length], "star", 1, 1, 16, 16, window=200).call
+        deeper = {**call, "visible": torch.tensor([[[0b0001], [0b0010], [0b0110], [0b1110]]])}
+        deeper["depths"] = torch.tensor([[0, 1, 2, 3]])
+        one, other = (ops.tree_attention(**each, impl="triton") for each in (call, deeper))
+        same[split_tiles].append(torch.equal(one[:, :, 0], other[:, :, 0]))
+    assert all(same[99])
+    assert not all(same[0]), "the test would not notice"
 
 
 def test_a_chain_is_a_tree() -> None:
