@@ -11,7 +11,7 @@ from specdec import Candidates, ShapeError, SpeculativeGenerator, UnsupportedErr
 from specdec.hf import arguments
 from specdec.hf.arguments import check_part
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
-from specdec.trees._options import require_positive
+from specdec.trees._options import require_whole
 from tests import helpers
 
 PROTOCOLS = {"tree": TreeBuilder, "drafter": Drafter, "verifier": Verifier, "controller": Controller}
@@ -54,7 +54,7 @@ def test_ids_that_no_embedding_takes_are_refused(kind):
 @pytest.mark.parametrize("nodes", [0, -1, 1.5, "x", True])
 def test_a_budget_is_a_whole_number(nodes):
     with pytest.raises(UnsupportedError, match=rf"Chain\(nodes={nodes!r}\): expected a whole number above 0"):
-        require_positive("Chain", nodes=nodes)
+        require_whole("Chain", nodes=nodes)
 
 
 @pytest.mark.parametrize("count", [True, 99, -1])

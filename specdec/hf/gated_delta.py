@@ -185,7 +185,7 @@ def self_test(layer: Any) -> None:
     hidden = torch.randn(1, 7, size, generator=draw).to(weight.device, weight.dtype)
     prompt, nodes = hidden[:, :3], hidden[:, 3:]
     parents, paths = torch.tensor([[-1, 0, 0, 1]], device=weight.device), ([0, 1, 3], [0, 2])
-    visible = topology.ancestor_matrix(parents)
+    visible = topology.reach(parents)
     states = RecurrentStates({layer.layer_idx: None})
     before: list[Any] = [compat.DummyLayer()] * layer.layer_idx
     cache = RecurrentCache(layers=[*before, states.layers[0]])

@@ -164,7 +164,7 @@ class ModelTarget:
     def verify(self, tree: DraftTree) -> TargetOutput:
         """One forward over all nodes of a tree; an earlier one that was not committed is dropped."""
         self._drop_pending()
-        visible = topology.ancestor_matrix(tree.parents)
+        visible = topology.reach(tree.parents)
         output = self.append(tree.tokens, visible.sum(-1) - 1, visible)
         if self._record is not None and output.features is not None:
             self._record.verified(output.features)

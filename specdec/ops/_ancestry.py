@@ -34,17 +34,22 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
     demand = demands("ancestor_matrix")
     demand(parents.dim() == 2, f"parents must be [batch, nodes], got {list(parents.shape)}; one tree is a batch of one")
     demand(parents.dtype == torch.int64, f"parents must be int64, got {parents.dtype}")
-    batch, nodes = parents.shape
     if legible(parents):
-        ordered = bool(((parents >= -1) & (parents < torch.arange(nodes))).all())
+        ordered = bool(((parents >= -1) & (parents < torch.arange(parents.shape[1]))).all())
         demand(ordered, f"a parent must come before its children, and -1 stands for none; got {parents.tolist()}")
+    return reach(parents)
+
+
+def reach(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch nodes nodes"]:
+    """As `ancestor_matrix`, for parents that are known to be a tree's: rounds ask for it several times."""
+    batch, nodes = parents.shape
     # With P the matrix "j is the parent of i", the answer is I + P + P² + ... = (I - P)⁻¹. P is strictly lower
     # triangular, so one unit-triangular solve does it, exactly: every number on the way is 0 or 1.
     steps = torch.zeros(batch, nodes, nodes, device=parents.device)
     steps.scatter_(2, parents.clamp_min(0).unsqueeze(2), -(parents >= 0).to(steps.dtype).unsqueeze(2))
     eye = torch.eye(nodes, device=parents.device).expand(batch, nodes, nodes)
-    reach: Tensor = torch.linalg.solve_triangular(steps, eye, upper=False, unitriangular=True)
-    return reach.bool()
+    found: Tensor = torch.linalg.solve_triangular(steps, eye, upper=False, unitriangular=True)
+    return found.bool()
 
 
 def pack(matrix: Bool[Tensor, "batch nodes columns"]) -> Int[Tensor, "batch nodes words"]:

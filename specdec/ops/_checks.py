@@ -66,14 +66,19 @@ def flags(op: str, **given: Any) -> None:
             raise UnsupportedError(f"{op}: {name} must be True or False, got {flag!r}.")
 
 
+def there(device: torch.device) -> bool:
+    """Whether torch sees a CUDA device of this number."""
+    return 0 <= (device.index or 0) < torch.cuda.device_count()
+
+
 def device_named(op: str, given: Any) -> torch.device:
     """A device by what an argument says; raises unless it is a CUDA device that is there."""
     try:
         device = torch.device(given)
-        there = device.type == "cuda" and 0 <= (device.index or 0) < torch.cuda.device_count()
+        usable = device.type == "cuda" and there(device)
     except (RuntimeError, TypeError):
-        there = False
-    if not there:
+        usable = False
+    if not usable:
         raise UnsupportedError(
             f"{op}: device must be a CUDA device that is there, or None, got {given!r}; torch sees "
             f"{torch.cuda.device_count()} of them."

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
+from specdec.ops._checks import there
 
 KERNELS = frozenset(
     {
@@ -55,7 +56,7 @@ def available(name: str, device: torch.device | str) -> tuple[bool, str]:
     except (RuntimeError, TypeError):
         return False, f"{device!r} names no device that torch knows"
     can, reason = _runs(device)
-    if can and device.type == "cuda" and not 0 <= (device.index or 0) < torch.cuda.device_count():
+    if can and device.type == "cuda" and not there(device):
         return False, f"there is no device {str(device)!r}; torch sees {torch.cuda.device_count()} of its kind"
     return can, reason
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
-from specdec.ops._ancestry import ancestor_matrix, pack
+from specdec.ops._ancestry import pack, reach
 from specdec.ops._checks import tensors
 from specdec.ops._dispatch import Impl
 
@@ -56,5 +56,5 @@ def tree_layout(
 def _reference(parents: Tensor, num_nodes: Tensor) -> tuple[Tensor, Tensor]:
     """The definition in plain torch, without reading the device."""
     valid = torch.arange(parents.shape[1], device=parents.device) < num_nodes[:, None]
-    reach = ancestor_matrix(parents.masked_fill(~valid, -1)) & valid[:, :, None]
-    return pack(reach), (reach.sum(-1) - 1).clamp_min(0)
+    reached = reach(parents.masked_fill(~valid, -1)) & valid[:, :, None]
+    return pack(reached), (reached.sum(-1) - 1).clamp_min(0)

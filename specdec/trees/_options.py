@@ -1,20 +1,25 @@
 """Checks of builder options."""
 
+from numbers import Real
 from typing import Any
 
 from specdec.errors import UnsupportedError
 from specdec.ops._checks import whole
 
 
-def require_positive(builder: str, **options: Any) -> None:
-    """Raises `UnsupportedError`, a `ValueError`, for the first option that is given and no whole number above zero.
-
-    A temperature may be any number above zero.
-    """
+def require_whole(builder: str, **options: Any) -> None:
+    """Raises `UnsupportedError`, a `ValueError`, for the first option that is given and no whole number above zero."""
     for name, value in options.items():
-        if name == "temperature":
-            fits, kind = isinstance(value, (int, float)) and value is not True and value > 0, "number"
-        else:
-            fits, kind = value is None or whole(value, least=1), "whole number"
-        if not fits:
-            raise UnsupportedError(f"{builder}({name}={value!r}): expected a {kind} above 0.")
+        if value is not None and not whole(value, least=1):
+            raise _refused(builder, name, value, "a whole number above 0")
+
+
+def require_positive(builder: str, **options: Any) -> None:
+    """Raises `UnsupportedError`, a `ValueError`, for the first option that is no number above zero."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
+            raise _refused(builder, name, value, "a number above 0")
+
+
+def _refused(builder: str, name: str, value: Any, expected: str) -> UnsupportedError:
+    return UnsupportedError(f"{builder}({name}={value!r}): expected {expected}.")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from specdec.protocols import Drafter
 from specdec.trees import topology
-from specdec.trees._options import require_positive
+from specdec.trees._options import require_positive, require_whole
 from specdec.types import DraftTree, Frontier
 
 
@@ -37,7 +37,7 @@ class BestFirst:
             that are not expanded can still be part of the tree, as leaves.
 
     Raises:
-        ValueError: if an option is not above zero.
+        UnsupportedError: if an option is not above zero.
 
     Example:
         >>> from specdec import trees
@@ -54,14 +54,8 @@ class BestFirst:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive(
-            "BestFirst",
-            nodes=self.nodes,
-            temperature=self.temperature,
-            branch=self.branch,
-            depth=self.depth,
-            width=self.width,
-        )
+        require_whole("BestFirst", nodes=self.nodes, branch=self.branch, depth=self.depth, width=self.width)
+        require_positive("BestFirst", temperature=self.temperature)
 
     @property
     def sampled(self) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from specdec.protocols import Drafter
 from specdec.trees import topology
-from specdec.trees._options import require_positive
+from specdec.trees._options import require_whole
 from specdec.types import DraftTree, Frontier
 
 
@@ -20,7 +20,7 @@ class Chain:
         nodes: tree budget; the length of the chain.
 
     Raises:
-        ValueError: if `nodes` is below 1.
+        UnsupportedError: if `nodes` is no whole number from 1 on.
 
     Example:
         >>> from specdec import trees
@@ -31,7 +31,7 @@ class Chain:
     nodes: int
 
     def __post_init__(self) -> None:
-        require_positive("Chain", nodes=self.nodes)
+        require_whole("Chain", nodes=self.nodes)
 
     @property
     def sampled(self) -> bool:

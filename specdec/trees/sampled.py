@@ -19,7 +19,7 @@ from torch import Tensor
 from specdec.errors import ShapeError
 from specdec.protocols import Drafter
 from specdec.trees import _shape, topology
-from specdec.trees._options import require_positive
+from specdec.trees._options import require_whole
 from specdec.types import Candidates, DraftTree, Frontier
 
 
@@ -52,7 +52,7 @@ class Sampled:
         choices: Sequence[Sequence[int]] | None = None,
         candidates: int = 16,
     ) -> None:
-        require_positive("Sampled", candidates=candidates)
+        require_whole("Sampled", candidates=candidates)
         if choices is None:
             choices = _uniform((3, 2, 1) if branches is None else branches)
         elif branches is not None:
@@ -146,7 +146,7 @@ def sampled_chain(nodes: int, *, candidates: int = 16) -> Sampled:
         >>> trees.sampled_chain(nodes=4).chain
         True
     """
-    require_positive("sampled_chain", nodes=nodes)
+    require_whole("sampled_chain", nodes=nodes)
     return Sampled((1,) * nodes, candidates=candidates)
 
 
@@ -190,5 +190,5 @@ def _draw_children(
 def _uniform(branches: Sequence[int]) -> list[tuple[int, ...]]:
     """The shape in which every node of a depth has the same number of children."""
     for children in branches:
-        require_positive("Sampled", branches=children)
+        require_whole("Sampled", branches=children)
     return [choice for depth in range(len(branches)) for choice in product(*map(range, branches[: depth + 1]))]

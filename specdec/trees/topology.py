@@ -19,6 +19,7 @@ from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops._ancestry import WORD as WORD
 from specdec.ops._ancestry import ancestor_matrix as ancestor_matrix
 from specdec.ops._ancestry import pack as pack
+from specdec.ops._ancestry import reach as reach
 from specdec.ops._ancestry import unpack as unpack
 from specdec.types import DraftTree
 
@@ -68,12 +69,12 @@ def check(tree: DraftTree) -> None:
 
 def ancestors(tree: DraftTree) -> Int[Tensor, "batch nodes words"]:
     """Ancestor masks as int64 words, the node itself included."""
-    return pack(ancestor_matrix(tree.parents))
+    return pack(reach(tree.parents))
 
 
 def depths(parents: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch nodes"]:
     """Distance of each node from its root; 0 for the root and for padding."""
-    return ancestor_matrix(parents).sum(-1) - 1
+    return reach(parents).sum(-1) - 1
 
 
 def num_children(parents: Int[Tensor, "batch nodes"]) -> Int[Tensor, "batch nodes"]:
@@ -105,7 +106,7 @@ def child_with_token(
 def path_to(tree: DraftTree, node: Int[Tensor, " batch"]) -> Int[Tensor, "batch depth"]:
     """Nodes from depth 1 down to `node` (the root is left out); -1 after the last one."""
     rows = torch.arange(node.shape[0], device=node.device)
-    on_path = ancestor_matrix(tree.parents)[rows, node]
+    on_path = reach(tree.parents)[rows, node]
     on_path[:, 0] = False
     order = torch.where(on_path, torch.arange(tree.width, device=node.device), tree.width)
     path = order.sort(-1).values[:, : max(1, widest(on_path.sum(-1), tree.width - 1))]
@@ -157,7 +158,7 @@ def prune(tree: DraftTree, keep: Bool[Tensor, "batch nodes"]) -> DraftTree:
     """
     marked = keep & tree.valid
     marked[:, 0] = True
-    whole = (~ancestor_matrix(tree.parents) | marked[:, None, :]).all(-1) & marked
+    whole = (~reach(tree.parents) | marked[:, None, :]).all(-1) & marked
     counts = whole.sum(-1)
     order = whole.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
     return take(tree, order[:, : widest(counts, tree.width)], counts)
@@ -194,7 +195,7 @@ def dfs_order(tree: DraftTree) -> DraftTree:
     if tree.draft_probs is None:
         mine, other = tree.scores.unsqueeze(2), tree.scores.unsqueeze(1)
         before = (other > mine) | ((other == mine) & before)
-    above = ancestor_matrix(tree.parents)
+    above = reach(tree.parents)
     # A node stands behind its parent and the whole subtrees of its earlier siblings; sum that over its ancestors.
     # Padding has parent -1 like the root, and so comes behind the whole tree without a special case.
     before = before & (tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1))
