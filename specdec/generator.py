@@ -264,7 +264,8 @@ class SpeculativeGenerator:
         attached = vars(self.model).get("generate") == self.generate
         arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config, attached=attached)
         kwargs.pop("custom_generate", None)
-        nodes = arguments.own(self.tree, num_draft_tokens, generator)
+        arguments.check_generator(generator)
+        nodes = arguments.tree_budget(self.tree, num_draft_tokens)
         kwargs = arguments.with_stop_strings(
             kwargs, self.model.generation_config, tokenizer if tokenizer is not None else self.tokenizer
         )

@@ -35,13 +35,13 @@ def test_a_bare_model_as_drafter_is_told_what_to_do():
 
 
 def test_num_draft_tokens_may_be_of_numpy():
-    assert type(arguments.own(trees.Chain(5), np.int64(2), None)) is int
+    assert type(arguments.tree_budget(trees.Chain(5), np.int64(2))) is int
 
 
 @pytest.mark.parametrize("given", [3, "x"])
 def test_a_generator_is_one_of_torch(given):
     with pytest.raises(UnsupportedError, match=r"generator must be a torch\.Generator or None"):
-        arguments.own(trees.Chain(5), None, given)
+        arguments.check_generator(given)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int16, torch.uint8])

@@ -230,21 +230,21 @@ def with_stop_strings(kwargs: dict[str, Any], own: Any, tokenizer: PreTrainedTok
     return {**kwargs, "stopping_criteria": criteria, "stop_strings": None}
 
 
-def own(tree: TreeBuilder, num_draft_tokens: Any, generator: Any) -> int:
-    """The tree budget of a call, by the two arguments of `generate` that are not of transformers.
-
-    Raises:
-        UnsupportedError: for a budget that the tree does not have, and for no generator of torch.
-    """
+def tree_budget(tree: TreeBuilder, num_draft_tokens: Any) -> int:
+    """Nodes of a call, root excluded; raises `UnsupportedError` for a budget that the tree does not have."""
     nodes = tree.nodes if num_draft_tokens is None else num_draft_tokens
     if isinstance(nodes, bool) or not isinstance(nodes, Integral) or not 0 <= int(nodes) <= tree.nodes:
         raise UnsupportedError(
             f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{tree.nodes}, the budget of {tree!r}; "
             "give the generator a larger tree for more."
         )
+    return int(nodes)
+
+
+def check_generator(generator: Any) -> None:
+    """Raises `UnsupportedError` for what is no source of randomness of torch."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise UnsupportedError(f"generator must be a torch.Generator or None, got {generator!r}.")
-    return int(nodes)
 
 
 def token_ids(prompt: Tensor) -> Tensor:
