@@ -87,3 +87,50 @@ def test_sums(name: str) -> None:
     found = found[0] if isinstance(found, tuple) else found
     torch.testing.assert_close(found, function(ROWS), rtol=0, atol=1e-12)
     assert fusion.add_residuals(module) == 0
+
+
+def router(given: Tensor) -> Tensor:
+    """As routers of mixtures do it, with what they go on to do to the best: weights are changed in place."""
+    weights, chosen = torch.topk(given.softmax(-1), k=4, dim=-1)
+    weights /= weights.sum(-1, keepdim=True)
+    return torch.stack((weights.view(-1), chosen.view(-1).to(weights.dtype)))
+
+
+def wide(given: Tensor) -> Tensor:
+    return given.repeat(1, 1, 50).topk(3)[0]
+
+
+def named(given: Tensor) -> Tensor:
+    return torch.topk(given, 2).values
+
+
+ROUTERS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "a router": (router, 1),
+    "groups": (lambda given: given.topk(2, dim=-1)[0].sum(-1) + torch.topk(given, k=1, sorted=False)[1][..., 0], 2),
+    "a dimension by its number": (lambda given: given.topk(2, 2)[1], 1),
+    "all": (lambda given: given.topk(6)[0] + given.topk(6)[1], 2),
+    "equal numbers": (lambda given: (given > 0).to(given.dtype).topk(2)[0], 1),
+    "another dimension": (lambda given: given.topk(2, dim=1)[0], 0),
+    "the smallest": (lambda given: given.topk(2, largest=False)[0], 0),
+    "a wide row": (wide, 0),
+    "by name": (named, 1),
+}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_best_of_a_narrow_row_are_sorted(name: str) -> None:
+    function, count = ROUTERS[name]
+    module = graph(function)
+    assert fusion.sort_narrow(module) == count
+    found = module(ROWS)[0]
+    assert torch.equal(found, function(ROWS))
+    assert found.stride() == function(ROWS).stride()
+    left = [node for node in module.graph.nodes if node.target is torch.topk or node.target == "topk"]
+    assert bool(left) == (count == 0)
+    assert fusion.sort_narrow(module) == 0
+
+
+def test_of_equal_numbers_the_first_are_kept() -> None:
+    module = graph(lambda given: (given * 0).topk(3)[1])
+    fusion.sort_narrow(module)
+    assert torch.equal(module(ROWS)[0], torch.arange(3).expand(2, 3, 3))
