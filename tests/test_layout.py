@@ -53,3 +53,14 @@ def test_a_package_is_tested_where_its_name_says(package):
     folder = ROOT / "tests" / Path(*package.parts[1:])
     inside, beside = folder.glob("test_*.py"), folder.parent.glob(f"test_{folder.name}*.py")
     assert any(inside) or any(beside), f"{package} has no tests in {folder.relative_to(ROOT)}."
+
+
+LIBRARY = [path for path in SOURCES if path.parts[0] in ("specdec", "specdec_kernels")]
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=str)
+def test_what_is_refused_is_refused_by_an_error_of_ours(path):
+    """`except SpecdecError` catches every refusal; both kinds of them are `ValueError`s as well."""
+    lines = (ROOT / path).read_text().splitlines()
+    bare = [line.strip() for line in lines if line.lstrip().startswith(("raise ValueError", "raise TypeError"))]
+    assert not bare, f"{path}: raise UnsupportedError or ShapeError instead of {bare}."

@@ -1,5 +1,6 @@
 """The controller that never doubts: every round drafts and verifies the whole tree."""
 
+from specdec.errors import UnsupportedError
 from specdec.types import DraftTree, Round
 
 
@@ -18,7 +19,7 @@ class Always:
 
     def __init__(self, nodes: int | None = None) -> None:
         if nodes is not None and nodes < 0:
-            raise ValueError(f"nodes is a number of drafted nodes (0 or more) or None, got {nodes}.")
+            raise UnsupportedError(f"nodes is a number of drafted nodes (0 or more) or None, got {nodes}.")
         self.nodes = nodes
         self._budget = 0
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specdec.control.costs import VerifyCosts
 from specdec.control.temperatures import SequentialTemperatures, claims_of, survivals
+from specdec.errors import UnsupportedError
 from specdec.trees import topology
 from specdec.types import DraftTree, Frontier, Round
 
@@ -105,10 +106,12 @@ class ConfidenceSchedule:
             ("temperatures", temperatures, SequentialTemperatures),
         ):
             if not isinstance(given, kind) and not (name == "temperatures" and given is None):
-                raise ValueError(f"{name}= takes {kind.__name__}, got {type(given).__name__}.")
+                raise UnsupportedError(f"{name}= takes {kind.__name__}, got {type(given).__name__}.")
         head: Any = confidence
         if head is not None and not callable(head):
-            raise ValueError(f"confidence= takes a function such as drafter.confidence, got {type(head).__name__}.")
+            raise UnsupportedError(
+                f"confidence= takes a function such as drafter.confidence, got {type(head).__name__}."
+            )
         self.costs = costs
         self.temperatures = temperatures
         self.confidence = confidence

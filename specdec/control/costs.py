@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from specdec.errors import UnsupportedError
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyCosts:
@@ -24,11 +26,13 @@ class VerifyCosts:
 
     def __post_init__(self) -> None:
         if not self.widths or self.widths[0] != 1 or list(self.widths) != sorted(set(self.widths)):
-            raise ValueError(f"widths must rise from 1 (a plain round, the unit), got {self.widths}.")
+            raise UnsupportedError(f"widths must rise from 1 (a plain round, the unit), got {self.widths}.")
         if len(self.widths) != len(self.costs):
-            raise ValueError(f"one cost per width is needed, got {len(self.widths)} widths, {len(self.costs)} costs.")
+            raise UnsupportedError(
+                f"one cost per width is needed, got {len(self.widths)} widths, {len(self.costs)} costs."
+            )
         if not 0 < self.costs[0] <= self.costs[-1] < math.inf or list(self.costs) != sorted(self.costs):
-            raise ValueError(f"costs must be positive and never fall, got {self.costs}; use from_measurements.")
+            raise UnsupportedError(f"costs must be positive and never fall, got {self.costs}; use from_measurements.")
 
     @staticmethod
     def from_measurements(measurements: Mapping[int, float]) -> "VerifyCosts":
@@ -38,13 +42,15 @@ class VerifyCosts:
             measurements: cost by verify width, in any one unit; width 1 must be among them.
 
         Raises:
-            ValueError: if width 1 is missing, or a cost is not a positive number.
+            UnsupportedError: if width 1 is missing, or a cost is not a positive number.
         """
         if 1 not in measurements:
-            raise ValueError(f"the cost of width 1 (a plain round) is the unit; got widths {sorted(measurements)}.")
+            raise UnsupportedError(
+                f"the cost of width 1 (a plain round) is the unit; got widths {sorted(measurements)}."
+            )
         bad = {width: cost for width, cost in measurements.items() if not 0 < cost < math.inf}
         if bad:
-            raise ValueError(f"costs are positive numbers, got {bad}; leave these widths out.")
+            raise UnsupportedError(f"costs are positive numbers, got {bad}; leave these widths out.")
         widths = sorted(measurements)
         return VerifyCosts(tuple(widths), tuple(never_falling([measurements[width] for width in widths])))
 

@@ -24,6 +24,7 @@ from specdec.control.outcomes import DraftedRows, Trails, verified_outcomes
 from specdec.control.plan import Outlook, gains, ladder
 from specdec.control.purse import Purse
 from specdec.control.report import GoodputSummary
+from specdec.errors import UnsupportedError
 from specdec.stats import to_host
 from specdec.trees import topology
 from specdec.types import DraftTree, Round
@@ -47,7 +48,7 @@ class Goodput:
             plain round beyond it.
 
     Raises:
-        ValueError: if `max_loss` is negative, or `costs` is no `VerifyCosts`.
+        UnsupportedError: if `max_loss` is negative, or `costs` is no `VerifyCosts`.
 
     >>> controller = Goodput(costs=VerifyCosts.from_measurements({1: 0.040, 4: 0.080, 16: 0.128}))
     >>> controller.start(nodes=15, sampled=False)
@@ -57,9 +58,9 @@ class Goodput:
 
     def __init__(self, *, costs: VerifyCosts | None = None, max_loss: float = 0.015) -> None:
         if not max_loss >= 0:
-            raise ValueError(f"max_loss is a share of time, 0 or more (0.02 is two percent), got {max_loss}.")
+            raise UnsupportedError(f"max_loss is a share of time, 0 or more (0.02 is two percent), got {max_loss}.")
         if costs is not None and not isinstance(costs, VerifyCosts):
-            raise ValueError(
+            raise UnsupportedError(
                 f"costs= takes VerifyCosts.from_measurements({{width: cost}}), got {type(costs).__name__}."
             )
         self.costs = costs
@@ -284,7 +285,7 @@ class Goodput:
         """Verify costs as measured in this request, for the `costs` of later ones.
 
         Raises:
-            ValueError: if no plain round was measured.
+            UnsupportedError: if no plain round was measured.
         """
         return VerifyCosts.from_measurements(self._costs.widths)
 

@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from specdec.errors import UnsupportedError
+
 if TYPE_CHECKING:
     Ids = array[int]
 else:  # not subscriptable at run time before Python 3.12
@@ -41,7 +43,7 @@ class NGramIndex:
 
     def __init__(self, *, shortest: int, longest: int, limit: int) -> None:
         if not 1 <= shortest <= longest or limit < 1:
-            raise ValueError(
+            raise UnsupportedError(
                 f"need 1 <= shortest match <= longest match and at least one occurrence to examine, got "
                 f"shortest={shortest}, longest={longest}, occurrences={limit}."
             )

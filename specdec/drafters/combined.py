@@ -30,9 +30,9 @@ class CombinedDrafter:
         drafters: the sources; on equal scores the earlier one ranks first.
 
     Raises:
-        TypeError: for an object that is not a drafter.
+        UnsupportedError: for an object that is not a drafter.
         UnsupportedError: for the same drafter twice.
-        ValueError: for no drafter.
+        UnsupportedError: for no drafter.
 
     Example:
         >>> import torch
@@ -49,10 +49,10 @@ class CombinedDrafter:
 
     def __init__(self, *drafters: Drafter) -> None:
         if not drafters:
-            raise ValueError("CombinedDrafter needs at least one drafter, got none.")
+            raise UnsupportedError("CombinedDrafter needs at least one drafter, got none.")
         for drafter in drafters:
             if not isinstance(drafter, Drafter):
-                raise TypeError(f"CombinedDrafter takes drafters (specdec.protocols.Drafter), got {drafter!r}.")
+                raise UnsupportedError(f"CombinedDrafter takes drafters (specdec.protocols.Drafter), got {drafter!r}.")
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise UnsupportedError("the same drafter was given twice: it would see every token twice. Build two.")
         self._drafters = drafters

@@ -10,6 +10,8 @@ the path to it is accepted, so the product along a path is the probability that 
 
 from bisect import bisect_right
 
+from specdec.errors import UnsupportedError
+
 _RANGES = (1, 2, 3, 4, 5, 7, 9, 13, 17)
 _LOWEST, _HIGHEST = 0.01, 0.97
 _MOST_EXTRA_HITS = 48.0
@@ -25,7 +27,7 @@ class HitRate:
         decay: factor on the counts of a range whenever it learns; the memory is about `1 / (1 - decay)` trials.
 
     Raises:
-        ValueError: for counts that are not positive, or a decay outside (0, 1].
+        UnsupportedError: for counts that are not positive, or a decay outside (0, 1].
 
     Example:
         >>> rate = HitRate()
@@ -39,7 +41,7 @@ class HitRate:
 
     def __init__(self, *, hits: float = 1.0, misses: float = 3.0, gain: float = 2.0, decay: float = 0.98) -> None:
         if hits <= 0 or misses <= 0 or gain < 0 or not 0 < decay <= 1:
-            raise ValueError(
+            raise UnsupportedError(
                 f"HitRate needs hits > 0, misses > 0, gain >= 0 and 0 < decay <= 1, got hits={hits}, "
                 f"misses={misses}, gain={gain}, decay={decay}."
             )

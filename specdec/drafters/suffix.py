@@ -17,6 +17,7 @@ from specdec.drafters._lookup import LookupDrafter, LookupRow
 from specdec.drafters._ngram_index import NGramIndex
 from specdec.drafters.hit_rate import HitRate
 from specdec.drafters.suffix_store import SuffixStore
+from specdec.errors import UnsupportedError
 
 _MIN_MATCH, _FACTOR, _MIN_PROB = 1, 4.0, 0.1  # of a drafter that is not told otherwise
 _ROUNDING = 1e-9  # sums and products of shares may miss their exact values by this much
@@ -66,7 +67,7 @@ class SuffixDrafter(LookupDrafter):
     ) -> None:
         super().__init__()
         if factor <= 0 or not 0 <= min_prob <= 1:
-            raise ValueError(f"need factor > 0 and 0 <= min_prob <= 1, got factor={factor}, min_prob={min_prob}.")
+            raise UnsupportedError(f"need factor > 0 and 0 <= min_prob <= 1, got factor={factor}, min_prob={min_prob}.")
         self._options = {"shortest": min_match, "longest": max_match, "limit": occurrences}
         self._factor, self._min_prob, self._max_match = factor, min_prob, max_match
         self.store = SuffixStore(

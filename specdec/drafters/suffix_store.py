@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 
 from specdec.drafters._ngram_index import Ids, NGramIndex
-from specdec.errors import ShapeError
+from specdec.errors import ShapeError, UnsupportedError
 
 
 class SuffixStore:
@@ -44,7 +44,7 @@ class SuffixStore:
         occurrences: int = 16,
     ) -> None:
         if max_requests < 0 or max_tokens < 1:
-            raise ValueError(
+            raise UnsupportedError(
                 f"need max_requests >= 0 and max_tokens >= 1, got {max_requests} and {max_tokens}; "
                 f"max_requests=0 switches the memory off."
             )

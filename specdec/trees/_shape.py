@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from specdec.errors import UnsupportedError
 from specdec.trees import topology
 from specdec.types import DraftTree, Frontier
 
@@ -24,15 +25,17 @@ def checked(builder: str, choices: Sequence[Sequence[int]]) -> Choices:
     given = [tuple(choice) for choice in choices]
     known = set(given)
     if not given or () in known:
-        raise ValueError(f"{builder}: expected at least one choice, each a non-empty tuple of ranks, got {given}.")
+        raise UnsupportedError(
+            f"{builder}: expected at least one choice, each a non-empty tuple of ranks, got {given}."
+        )
     if len(known) < len(given):
         twice = next(choice for choice in given if given.count(choice) > 1)
-        raise ValueError(f"{builder}: choice {twice} stands there twice; every node needs a path of its own.")
+        raise UnsupportedError(f"{builder}: choice {twice} stands there twice; every node needs a path of its own.")
     for choice in given:
         if any(rank < 0 for rank in choice):
-            raise ValueError(f"{builder}: ranks count from 0 (the best child), got {choice}.")
+            raise UnsupportedError(f"{builder}: ranks count from 0 (the best child), got {choice}.")
         if len(choice) > 1 and choice[:-1] not in known:
-            raise ValueError(f"{builder}: choice {choice} has no parent in the tree; add {choice[:-1]}.")
+            raise UnsupportedError(f"{builder}: choice {choice} has no parent in the tree; add {choice[:-1]}.")
     # A dict keeps the first place of each path.
     return tuple(dict.fromkeys(choice[:end] for choice in given for end in range(1, len(choice) + 1)))
 

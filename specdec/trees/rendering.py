@@ -5,6 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Int
 from torch import Tensor
 
+from specdec.errors import UnsupportedError
 from specdec.types import DraftTree, Round, Verdict
 
 
@@ -29,7 +30,7 @@ def render(
 
     Raises:
         IndexError: if the batch has no such row.
-        ValueError: if a round is given together with an outcome.
+        UnsupportedError: if a round is given together with an outcome.
 
     Example:
         >>> import torch
@@ -48,7 +49,9 @@ def render(
     """
     if isinstance(tree, Round):
         if outcome is not None:
-            raise ValueError("render: a round brings its own outcome; name decode=, or give a tree with an outcome.")
+            raise UnsupportedError(
+                "render: a round brings its own outcome; name decode=, or give a tree with an outcome."
+            )
         return render(tree.tree, tree.path, decode, row=row)
     batch = tree.tokens.shape[0]
     if row is not None and not 0 <= row < batch:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError
+from specdec.errors import ShapeError, UnsupportedError
 from specdec.protocols import Drafter
 from specdec.trees import _shape, topology
 from specdec.trees._options import require_whole
@@ -36,8 +36,8 @@ class Sampled:
             from all of it; for others the draw is among these proposals, normalised.
 
     Raises:
-        ValueError: if both or no usable shape is given, or if a draw is left out (`(1,)` without `(0,)`): skipping
-            a drawn token would not be a draw without replacement.
+        UnsupportedError: if both or no usable shape is given, or if a draw is left out (`(1,)` without `(0,)`):
+            skipping a drawn token would not be a draw without replacement.
 
     Example:
         >>> from specdec import trees
@@ -56,11 +56,11 @@ class Sampled:
         if choices is None:
             choices = _uniform((3, 2, 1) if branches is None else branches)
         elif branches is not None:
-            raise ValueError("Sampled: branches and choices both describe the shape; give one of them.")
+            raise UnsupportedError("Sampled: branches and choices both describe the shape; give one of them.")
         checked = _shape.checked("Sampled", choices)
         for choice in checked:
             if choice[-1] > 0 and (*choice[:-1], choice[-1] - 1) not in checked:
-                raise ValueError(
+                raise UnsupportedError(
                     f"Sampled: {choice} needs {(*choice[:-1], choice[-1] - 1)} before it; a draw cannot be skipped."
                 )
         self._choices = tuple(sorted(checked, key=lambda choice: (len(choice), choice)))
