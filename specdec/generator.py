@@ -215,7 +215,8 @@ class SpeculativeGenerator:
 
         Projections of the same input become one product, whose weights are copies. Where their kernels run, products
         and norms are run by `ops.skinny_linear` and `ops.rms_norm`; experts by `ops.routed_experts`. The model stays
-        as it is. The first request takes as long as the compiler, a minute or two. `execution="host"` is refused.
+        as it is. The first request takes as long as the compiler, a minute or two. `execution="host"` is refused; of
+        `execution="auto"`, requests that run on the host stay as they are.
         """
         device_rounds.check_compilable(self.execution)
         self._compiled = True
@@ -264,7 +265,7 @@ class SpeculativeGenerator:
         attached = vars(self.model).get("generate") == self.generate
         arguments.check_call(kwargs, kwargs.get("generation_config"), self.model.generation_config, attached=attached)
         kwargs.pop("custom_generate", None)
-        arguments.check_generator(generator)
+        arguments.check_helpers(kwargs, generator, streamer)
         nodes = arguments.tree_budget(self.tree, num_draft_tokens)
         kwargs = arguments.with_stop_strings(
             kwargs, self.model.generation_config, tokenizer if tokenizer is not None else self.tokenizer

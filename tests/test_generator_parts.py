@@ -6,6 +6,7 @@ The check is called directly where the type hook of the tests would come first.
 import numpy as np
 import pytest
 import torch
+from transformers import MaxTimeCriteria, TopKLogitsWarper
 
 from specdec import Candidates, ShapeError, SpeculativeGenerator, UnsupportedError, control, drafters, trees, verify
 from specdec.hf import arguments
@@ -41,7 +42,24 @@ def test_num_draft_tokens_may_be_of_numpy():
 @pytest.mark.parametrize("given", [3, "x"])
 def test_a_generator_is_one_of_torch(given):
     with pytest.raises(UnsupportedError, match=r"generator must be a torch\.Generator or None"):
-        arguments.check_generator(given)
+        arguments.check_helpers({}, given, None)
+
+
+HELPERS = {
+    "a name of a processor": ({"logits_processor": "x"}, r"logits_processor must be a list .*got 'x'\.$"),
+    "a number among processors": ({"logits_processor": [3]}, "logits_processor must be a list of callables"),
+    "a lone processor": ({"logits_processor": TopKLogitsWarper(4)}, r"a single one goes as \[TopKLogitsWarper"),
+    "a lone criterion": ({"stopping_criteria": MaxTimeCriteria(3.0)}, r"stopping_criteria.*\[MaxTimeCriteria"),
+    "a list as streamer": ({"streamer": []}, r"streamer must have put\(ids\) and end\(\)"),
+}
+
+
+@pytest.mark.parametrize("name", HELPERS)
+def test_what_helps_a_call_is_looked_at_before_it_runs(name):
+    options, message = HELPERS[name]
+    generator = SpeculativeGenerator(helpers.model(), tree=trees.Chain(5))
+    with pytest.raises(UnsupportedError, match=message):
+        generator.generate(torch.tensor(helpers.ONE), max_new_tokens=4, **options)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bool, torch.int16, torch.uint8])

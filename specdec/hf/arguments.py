@@ -241,10 +241,17 @@ def tree_budget(tree: TreeBuilder, num_draft_tokens: Any) -> int:
     return int(nodes)
 
 
-def check_generator(generator: Any) -> None:
-    """Raises `UnsupportedError` for what is no source of randomness of torch."""
+def check_helpers(arguments: dict[str, Any], generator: Any, streamer: Any) -> None:
+    """Raises `UnsupportedError` for objects of the caller that are not what a call takes in their place."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise UnsupportedError(f"generator must be a torch.Generator or None, got {generator!r}.")
+    for name in ("logits_processor", "stopping_criteria"):
+        given = arguments.get(name)
+        if given is not None and not (isinstance(given, list | tuple) and all(map(callable, given))):
+            advice = f"; a single one goes as [{type(given).__name__}(...)]" if callable(given) else ""
+            raise UnsupportedError(f"{name} must be a list of callables or None, got {given!r}{advice}.")
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise UnsupportedError(f"streamer must have put(ids) and end(), as transformers' have, got {streamer!r}.")
 
 
 def token_ids(prompt: Tensor) -> Tensor:

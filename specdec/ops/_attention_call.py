@@ -53,13 +53,13 @@ class AttentionCall:
             return self.depths
         return unpack(self.visible, WORD * self.visible.shape[2]).sum(-1) - 1
 
-    def checked(self) -> AttentionShape:
-        """The shape of the problem; raises `ShapeError` for arguments that do not belong together."""
+    def checked(self, op: str) -> AttentionShape:
+        """The shape of the problem; raises `ShapeError`, in the name of an op, if arguments do not belong together."""
         query, keys, values, visible, depths = self.query, self.keys, self.values, self.visible, self.depths
         blocks, softcap = self.blocks, self.softcap
         window: Any = self.window
 
-        demand = demands("tree_attention")
+        demand = demands(op)
         demand(query.is_floating_point(), f"query must hold floating-point numbers, got {query.dtype}")
         demand(query.dim() == 4, f"query must be [batch, heads, rows, dim], got {list(query.shape)}")
         batch, heads, rows, dim = query.shape

@@ -13,6 +13,9 @@ from specdec.ops._checks import device_named, flags, number, whole
 FIXED_SPLIT = 512
 """Slots of a split in deterministic mode, at absolute positions."""
 
+SIZES = (8, 4, 2, 1, 0.5)
+"""Bytes of a cached number."""
+
 _MOST_SPLITS = 128
 
 _SPECIALISED = {(128, False): (4, 4), (256, True): (2, 4), (512, True): (1, 2)}
@@ -58,7 +61,7 @@ class AttentionShape:
         slots: cache slots that may be read per batch row (with a window: the window and the tree).
         dim: dimension of a key.
         value_dim: dimension of a value; None is `dim`.
-        bytes_per_element: size of a cached number; half a byte for codes of four bits. Scales do not count.
+        bytes_per_element: size of a cached number: 8, 4, 2, 1, or .5 for codes of four bits. Scales do not count.
         value_bytes_per_element: the same for values; None is as for keys.
     """
 
@@ -76,8 +79,8 @@ class AttentionShape:
         sizes = (self.batch, self.heads, self.kv_heads, self.rows, self.slots, *self.dims)
         if not all(map(whole, sizes)):
             raise ShapeError(f"AttentionShape: sizes must be whole numbers from 0 on, got {self}.")
-        if not all(number(size) and size > 0 for size in self.sizes):
-            raise ShapeError(f"AttentionShape: bytes of a number must be above 0, got {self.sizes}.")
+        if not all(number(size) and size in SIZES for size in self.sizes):
+            raise ShapeError(f"AttentionShape: a number takes one of {SIZES} bytes, got {self.sizes}.")
         if min(self.heads, self.kv_heads, self.dim) < 1 or self.heads % self.kv_heads:
             raise ShapeError(
                 f"AttentionShape: {self.heads} query heads cannot share {self.kv_heads} key/value heads of dimension "

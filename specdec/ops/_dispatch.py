@@ -61,7 +61,7 @@ def available(name: str, device: torch.device | str) -> tuple[bool, str]:
     return can, reason
 
 
-def choose(name: str, impl: Impl, device: torch.device, *inputs: Tensor | None) -> ModuleType | None:
+def choose(name: str, impl: Impl, device: torch.device, *inputs: Tensor | None, asked: str = "") -> ModuleType | None:
     """The kernel module to run, or None for the reference.
 
     Args:
@@ -69,12 +69,14 @@ def choose(name: str, impl: Impl, device: torch.device, *inputs: Tensor | None) 
         impl: what was asked for.
         device: where its tensors are.
         *inputs: what gradients could flow to. Where one is wanted the reference runs: kernels have none.
+        asked: for, which errors name; empty is the op whose kernel it is.
 
     Raises:
         UnsupportedError: if the kernel is asked for and cannot run, or `impl` is unknown.
     """
+    op = asked or name
     if impl not in ("auto", "reference", "triton"):
-        raise UnsupportedError(f"{name}: impl must be 'auto', 'reference' or 'triton', got {impl!r}.")
+        raise UnsupportedError(f"{op}: impl must be 'auto', 'reference' or 'triton', got {impl!r}.")
     if impl == "reference":
         return None
     can, reason = _runs(device)
@@ -83,7 +85,7 @@ def choose(name: str, impl: Impl, device: torch.device, *inputs: Tensor | None) 
     if can and (impl == "triton" or device.type == "cuda"):
         return importlib.import_module(f"specdec_kernels.{name}")
     if impl == "triton":
-        raise UnsupportedError(f"{name}: impl='triton' cannot run here: {reason}. Use impl='auto' or 'reference'.")
+        raise UnsupportedError(f"{op}: impl='triton' cannot run here: {reason}. Use impl='auto' or 'reference'.")
     return None
 
 

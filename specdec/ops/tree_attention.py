@@ -96,46 +96,13 @@ def tree_attention(
         >>> ops.tree_attention(query, cache, cache, chain, lengths=torch.tensor([6])).shape
         torch.Size([1, 4, 3, 16])
     """
-    tensors(
-        "tree_attention",
-        {"query": query, "keys": keys, "values": values, "visible": visible, "lengths": lengths},
-        {"depths": depths, "starts": starts, "blocks": blocks, "sinks": sinks},
-    )
-    for name, scales in (("key_scales", key_scales), ("value_scales", value_scales)):
-        if isinstance(scales, (tuple, list)):
-            several("tree_attention", name, scales)
-        else:
-            tensors("tree_attention", {}, {name: scales})
-    flags("tree_attention", return_lse=return_lse, deterministic=deterministic)
-    call = AttentionCall(
-        query=query,
-        keys=keys,
-        values=values,
-        visible=visible,
-        lengths=lengths,
-        depths=depths,
-        starts=starts,
-        blocks=blocks,
-        key_scales=key_scales,
-        value_scales=value_scales,
-        scale=max(1, query.shape[-1:].numel()) ** -0.5 if scale is None else _plain(scale),  # checked next
-        window=_plain(window),
-        softcap=_plain(softcap),
-        sinks=sinks,
-    )
-    shape = call.checked()
-    kernel: Any = _dispatch.choose("tree_attention", impl, query.device, query, keys, values, sinks)
-    if kernel is not None and query.dtype not in kernel.DTYPES:
-        if impl == "triton":
-            raise UnsupportedError(f"tree_attention: the kernel takes {kernel.DTYPES}, got {query.dtype}.")
-        kernel = None
-    if kernel is None or query.numel() == 0 or shape.slots == 0:
-        output, lse = _reference(call)
-    else:
-        device, specialised = device_of(query.device), kernel.specialised(call)
-        plan = make_plan(shape, device, deterministic=deterministic, specialised=specialised)
-        output, lse = kernel.launch(call, plan)
-    return (output, lse) if return_lse else output
+    given = {"query": query, "keys": keys, "values": values, "visible": visible, "lengths": lengths}
+    optional = {"depths": depths, "starts": starts, "blocks": blocks, "sinks": sinks}
+    scales = {"key_scales": key_scales, "value_scales": value_scales}
+    _look("tree_attention", given, optional, scales)
+    numbers = {"scale": scale, "window": window, "softcap": softcap}
+    options = {"return_lse": return_lse, "deterministic": deterministic}
+    return _attend("tree_attention", {**given, **optional, **scales}, numbers, options, impl)
 
 
 def split_kv_attention(
@@ -143,18 +110,47 @@ def split_kv_attention(
     keys: Shaped[Tensor, "..."],
     values: Shaped[Tensor, "..."],
     lengths: Int[Tensor, " batch"],
-    **options: object,
-) -> Tensor | tuple[Tensor, Tensor]:
+    *,
+    starts: Int[Tensor, " batch"] | None = None,
+    blocks: Int[Tensor, "batch blocks"] | None = None,
+    key_scales: Shaped[Tensor, "..."] | tuple[Tensor, ...] | None = None,
+    value_scales: Shaped[Tensor, "..."] | tuple[Tensor, ...] | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    impl: _dispatch.Impl = "auto",
+) -> Float[Tensor, "batch heads rows value_dim"] | tuple[Tensor, Float[Tensor, "batch heads rows"]]:
     """Attention of a chain: each of the last `rows` tokens sees the committed slots and the tokens before it.
 
-    The same kernel as `tree_attention`, with the mask of a chain; one row is plain decoding.
+    The same kernel as `tree_attention`, with the mask of a chain; one row is plain decoding. What is not told here is
+    as there.
 
     Args:
         query: queries of the chain, the first right after the committed slots.
-        keys: as in `tree_attention`, like `values`.
+        keys: `[batch, kv_heads, slots, dim]`, the chain's own behind the committed ones.
         values: `[batch, kv_heads, slots, value_dim]`.
         lengths: committed slots per batch row, the chain not included.
-        **options: everything else that `tree_attention` takes.
+        starts: first slot of a batch row that is no padding; None is 0.
+        blocks: pages of each row.
+        key_scales: what belongs to codes of keys.
+        value_scales: what belongs to codes of values.
+        scale: of the scores; None is `dim ** -0.5`.
+        window: positions that a query sees, its own included; None for all.
+        softcap: of the scores; None for none.
+        sinks: a logit per head.
+        return_lse: also return the logarithm of the denominator.
+        deterministic: fixes the order of the sum.
+        impl: which implementation runs; see `specdec.ops`.
+
+    Returns:
+        As `tree_attention`.
+
+    Raises:
+        ShapeError: as `tree_attention`.
+        UnsupportedError: as `tree_attention`.
 
     Example:
         >>> import torch
@@ -163,11 +159,53 @@ def split_kv_attention(
         >>> ops.split_kv_attention(torch.randn(1, 4, 1, 16), cache, cache, lengths=torch.tensor([8])).shape
         torch.Size([1, 4, 1, 16])
     """
-    tensors("split_kv_attention", {"query": query, "keys": keys, "values": values, "lengths": lengths})
+    given = {"query": query, "keys": keys, "values": values, "lengths": lengths}
+    optional = {"starts": starts, "blocks": blocks, "sinks": sinks}
+    scales = {"key_scales": key_scales, "value_scales": value_scales}
+    _look("split_kv_attention", given, optional, scales)
     if query.dim() != 4:
         raise ShapeError(f"split_kv_attention: query must be [batch, heads, rows, dim], got {list(query.shape)}.")
     visible = chain_mask(query.shape[2], query.device).expand(query.shape[0], -1, -1)
-    return tree_attention(query, keys, values, visible, lengths, **options)  # type: ignore[arg-type]  # handed on
+    numbers = {"scale": scale, "window": window, "softcap": softcap}
+    options = {"return_lse": return_lse, "deterministic": deterministic}
+    chain = {"visible": visible, "depths": None}
+    return _attend("split_kv_attention", {**given, **optional, **scales, **chain}, numbers, options, impl)
+
+
+def _look(op: str, given: dict[str, Any], optional: dict[str, Any], scales: dict[str, Any]) -> None:
+    """Raises `ShapeError` unless all of them are tensors; scales may be several."""
+    tensors(op, given, optional)
+    for name, each in scales.items():
+        if isinstance(each, (tuple, list)):
+            several(op, name, each)
+        else:
+            tensors(op, {}, {name: each})
+
+
+def _attend(
+    op: str, given: dict[str, Any], numbers: dict[str, Any], options: dict[str, bool], impl: _dispatch.Impl
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What both ops return, from tensors, numbers and flags by the names of `tree_attention`."""
+    flags(op, **options)
+    query: Tensor = given["query"]
+    own = {name: _plain(number) for name, number in numbers.items()}  # checked next
+    if own["scale"] is None:
+        own["scale"] = max(1, query.shape[-1:].numel()) ** -0.5
+    call = AttentionCall(**given, **own)
+    shape = call.checked(op)
+    inputs = query, call.keys, call.values, call.sinks
+    kernel: Any = _dispatch.choose("tree_attention", impl, query.device, *inputs, asked=op)
+    if kernel is not None and query.dtype not in kernel.DTYPES:
+        if impl == "triton":
+            raise UnsupportedError(f"{op}: the kernel takes {kernel.DTYPES}, got {query.dtype}.")
+        kernel = None
+    if kernel is None or query.numel() == 0 or shape.slots == 0:
+        output, lse = _reference(call)
+    else:
+        device, specialised = device_of(query.device), kernel.specialised(call)
+        plan = make_plan(shape, device, deterministic=options["deterministic"], specialised=specialised)
+        output, lse = kernel.launch(call, plan)
+    return (output, lse) if options["return_lse"] else output
 
 
 def _plain(given: Any) -> Any:

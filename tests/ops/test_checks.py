@@ -29,9 +29,12 @@ SEEN, DEPTHS = ops.tree_layout(TREE, 3 * ONE)
 NODES, BETA = torch.ones(1, 3, 1, 2), torch.ones(1, 3, 1)
 RECORD = ops.DeltaRecord(NODES, NODES, BETA)
 STATE = ops.TextState(torch.zeros(1, 9, dtype=torch.int64), ONE.clone(), ONE - 1, ONE - 1, 9 * ONE)
-CHAIN = {"query": ROWS, "keys": torch.ones(1, 1, 9, 16), "values": torch.ones(1, 1, 9, 16), "lengths": ONE}
 CODES = torch.ones(1, 1, 9, 16, dtype=torch.int8)
 SCALES = torch.ones(1, 1, 9, 1)
+CHAIN = {
+    **{"query": ROWS, "keys": CODES, "values": CODES, "key_scales": SCALES, "value_scales": SCALES, "lengths": ONE},
+    **{"blocks": _ints([0]), "starts": 0 * ONE, "sinks": torch.ones(1)},
+}
 RULE = {"query": NODES, "key": NODES, "value": NODES, "decay": -BETA, "beta": BETA, "ancestors": SEEN}
 
 CALLS: dict[str, dict[str, Any]] = {
@@ -67,10 +70,7 @@ CALLS: dict[str, dict[str, Any]] = {
         **{"residual": torch.ones(1, 64), "counters": torch.zeros(1, dtype=torch.int32)},
     },
     "split_kv_attention": CHAIN,
-    "tree_attention": {
-        **{**CHAIN, "visible": SEEN, "depths": DEPTHS, "starts": 0 * ONE, "sinks": torch.ones(1)},
-        **{"keys": CODES, "values": CODES, "key_scales": SCALES, "value_scales": SCALES, "blocks": _ints([0])},
-    },
+    "tree_attention": {**CHAIN, "visible": SEEN, "depths": DEPTHS},
     "tree_layout": {"parents": TREE, "num_nodes": 3 * ONE},
     "write_rows": {
         **{"keys": ROWS, "values": ROWS, "slots": _ints([0, 1, 2])},
@@ -180,9 +180,7 @@ def test_errors_say_what_to_do() -> None:
 PLACES = [
     (op, argument)
     for op, argument in ARGUMENTS
-    if isinstance(CALLS[op][argument], Tensor)
-    and op != "hadamard"  # takes any number of them
-    and (op != "split_kv_attention" or argument == "query")  # hands on all others
+    if isinstance(CALLS[op][argument], Tensor) and op != "hadamard"  # takes any number of them
 ]
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "a number": lambda tensor: tensor.flatten()[0],

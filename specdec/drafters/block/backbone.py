@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from specdec import ops
 from specdec.drafters._layers import MLP, RMSNorm
-from specdec.drafters.block.context import BlockContext, KeysValues
+from specdec.drafters.block.context import BlockContext, KeysValues, require_context
 from specdec.drafters.block.operator import compiling
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.rope import rotate
 from specdec.errors import ShapeError
+from specdec.ops._checks import tensors
 from specdec.trees import topology
 
 
@@ -254,6 +255,8 @@ class BlockBackbone(nn.Module):
         Raises:
             ShapeError: if these do not fit each other or the drafter.
         """
+        require_context("extend", context)
+        tensors("extend", {"features": features, "counts": counts})
         width, windows = self.fc.in_features, tuple(layer.window for layer in context.layers)
         batch = context.lengths.shape[0]
         if features.shape[::2] != (batch, width) or counts.shape != (batch,):

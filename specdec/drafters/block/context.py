@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from specdec import ops
 from specdec.drafters._buffers import with_room
-from specdec.errors import SpecdecError
+from specdec.errors import ShapeError, SpecdecError
 
 Heads: TypeAlias = Float[Tensor, "batch kv_heads slots head_dim"]
 KeysValues: TypeAlias = tuple[Heads, Heads]
@@ -127,3 +127,11 @@ class BlockContext:
             slots = (self.lengths[:, None] + place - layer.base).masked_fill(place >= added[:, None], -1)
             ops.write_rows(*given, layer.buffers[:1], layer.buffers[1:], slots)
         self.lengths = self.lengths + added
+
+
+def require_context(place: str, given: Any) -> None:
+    """Raises `ShapeError` for what is no context."""
+    if not isinstance(given, BlockContext):
+        raise ShapeError(
+            f"{place}: expected a BlockContext (BlockModel.context makes one), got {type(given).__name__}."
+        )

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from specdec.drafters._borrowing import Borrower
 from specdec.drafters.block.backbone import BlockBackbone
-from specdec.drafters.block.context import BlockContext
+from specdec.drafters.block.context import BlockContext, require_context
 from specdec.drafters.block.heads import CandidateSelector, ConfidenceHead, MarkovHead
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import ShapeError, UnsupportedError
+from specdec.ops._checks import tensors, whole
 
 
 class BlockModel(BlockBackbone, Borrower):
@@ -50,7 +51,9 @@ class BlockModel(BlockBackbone, Borrower):
         self.confidence_head = ConfidenceHead(spec.hidden_size + extra) if spec.confidence else None
 
     def context(self, batch: int = 1) -> BlockContext:
-        """An empty context for texts of so many rows."""
+        """An empty context for a batch of so many texts; raises `UnsupportedError` for what is no such number."""
+        if not whole(batch, least=1):
+            raise UnsupportedError(f"context: batch must be a whole number above 0, got {batch!r}.")
         return BlockContext(self.spec.windows, batch, self.norm.weight.device)
 
     def slots(
@@ -64,12 +67,14 @@ class BlockModel(BlockBackbone, Borrower):
             rows: the anchor and mask tokens.
 
         Raises:
-            ShapeError: if there is no slot, or the batch is not that of the context.
+            ShapeError: if there is no slot, or the batch is not that of the context; and for what is no context.
         """
         self.check_complete()
-        if self.spec.slots(rows) < 1 or anchors.shape != context.lengths.shape:
+        tensors("slots", {"anchors": anchors})
+        require_context("slots", context)
+        if not whole(rows) or self.spec.slots(rows) < 1 or anchors.shape != context.lengths.shape:
             raise ShapeError(
-                f"slots: anchors {list(anchors.shape)} and {rows} rows for a context of batch "
+                f"slots: anchors {list(anchors.shape)} and {rows!r} rows for a context of batch "
                 f"{context.lengths.shape[0]}; expected as many anchors, and {self.spec.rows(1)} rows or more."
             )
         tokens = torch.full((anchors.shape[0], rows), self.spec.mask_token_id, device=anchors.device)

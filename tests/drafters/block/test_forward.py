@@ -1,6 +1,7 @@
 """Loaded drafters compute what an independent, slot-by-slot reference computes from the same files."""
 
 import dataclasses
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +228,15 @@ def test_by_hand_mistakes_are_told(tmp_path: Path) -> None:
     for anchors, rows in ((torch.tensor([3]), 4), (torch.tensor([3, 4]), 1)):
         with pytest.raises(ShapeError, match="expected as many anchors, and 2 rows or more"):
             model.slots(anchors, kept, rows)
+    for batch in (0, -1, 1.5, True, "x"):
+        with pytest.raises(UnsupportedError, match="batch must be a whole number above 0"):
+            inspect.unwrap(drafters.BlockModel.context)(model, batch)  # the type hook of the tests would come first
+    slots, extend = (inspect.unwrap(getattr(drafters.BlockModel, name)) for name in ("slots", "extend"))
+    for call in (lambda: slots(model, two, None, 4), lambda: extend(model, model.spec, features, two)):
+        with pytest.raises(ShapeError, match=r"expected a BlockContext \(BlockModel.context makes one\), got"):
+            call()
+    with pytest.raises(ShapeError, match="slots: anchors must be a tensor, got int"):
+        slots(model, 3, kept, 4)
     bare = drafters.BlockModel(model.spec)
     with pytest.raises(UnsupportedError, match=r"no embedding of its own; take the target's: model.borrow\(target\)"):
         bare.slots(torch.tensor([3]), bare.context(), 4)
