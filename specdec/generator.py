@@ -282,6 +282,7 @@ class SpeculativeGenerator:
             arguments.check_model_inputs(model_kwargs)
             arguments.check_outputs(generation_config)
             config, drafting = generation_config, nodes > 0
+            longest = arguments.longest_text(stopping_criteria.max_length)
             input_ids = arguments.token_ids(input_ids)
             target = ModelTarget(
                 self.model,
@@ -308,7 +309,7 @@ class SpeculativeGenerator:
                 prompt_mask=mask[:, -input_ids.shape[1] :].bool() if mask is not None and input_ids.shape[1] else None,
                 processors=logits_processor,
                 criteria=stopping_criteria,
-                max_length=int(stopping_criteria.max_length),
+                max_length=longest,
                 do_sample=bool(config.do_sample),
                 temperature=1.0 if config.temperature is None else float(config.temperature),
                 pad_token=compat.pad_token(config),

@@ -5,9 +5,10 @@ one that has none. A refused argument is refused by name, before any forward pas
 change the result.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -252,6 +253,17 @@ def check_helpers(arguments: dict[str, Any], generator: Any, streamer: Any) -> N
             raise UnsupportedError(f"{name} must be a list of callables or None, got {given!r}{advice}.")
     if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
         raise UnsupportedError(f"streamer must have put(ids) and end(), as transformers' have, got {streamer!r}.")
+
+
+def longest_text(limit: Any) -> int:
+    """Tokens with which a row reaches its length limit, prompt included; a part of a token is a whole one.
+
+    Raises:
+        UnsupportedError: for what is no number that a text can reach.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, Real) or not math.isfinite(limit):
+        raise UnsupportedError(f"the length limit of a text must be a finite number of tokens, got {limit!r}.")
+    return math.ceil(float(limit))
 
 
 def token_ids(prompt: Tensor) -> Tensor:

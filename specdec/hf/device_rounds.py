@@ -17,7 +17,7 @@ from transformers import GenerationConfig
 from specdec import ops
 from specdec.control import Always
 from specdec.drafters.on_device import DeviceLookup
-from specdec.errors import UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import support
 from specdec.hf.device_block import DeviceBlock
 from specdec.hf.device_draft import DeviceChain, Draft, device_form
@@ -223,7 +223,8 @@ def device_rounds(
     draft = device_form(drafter, tree, nodes, ledger.temperature or 1.0)
     program = programs.get(target, ledger, draft, choose, generator=generator, capture=capture, compiled=compiled)
     lengths, width = target.lengths.tolist(), program.cache.width
-    index, before, stopped = 0, [False] * batch, [False] * batch
+    index, stopped = 0, [not running for running in ledger.active.tolist()]
+    before = stopped
     mark = time.perf_counter()
     while not all(stopped):
         while program.pending < AHEAD and program.cache.fits(min(lengths), max(lengths) + program.pending * width):
@@ -231,6 +232,11 @@ def device_rounds(
         record = program.read()
         index += 1
         found = record.counts.tolist()
+        if any(count == 0 and not ended for count, ended in zip(found, stopped, strict=True)):
+            raise SpecdecError(
+                "the device ended a row that goes on, which is a fault of this library; execution='host' serves this "
+                "request."
+            )
         lengths = [length + count for length, count in zip(lengths, found, strict=True)]
         counts = ledger.extend(record.committed.tolist(), found)
         stopped = [not running for running in ledger.active.tolist()]

@@ -12,6 +12,7 @@ token with exactly the batch that plain `generate` would give it.
 """
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -164,7 +165,7 @@ class TokenLedger:
         if self.lockstep or self.records.wanted or not _all_of(self.criteria, known):
             return None
         limits = [item for item in self.criteria if type(item) is stopping_criteria.MaxLengthCriteria]
-        limit = min((item.max_length for item in limits), default=sys.maxsize)
+        limit = min((math.ceil(item.max_length) for item in limits), default=sys.maxsize)
         for item in limits:
             if (item.max_position_embeddings or sys.maxsize) <= min(limit, item.max_length - 1):
                 return None  # it warns on the way

@@ -5,6 +5,7 @@ a tree runs as one batch of rows whose mask holds the committed slots and each n
 ids are the root's position plus the depth.
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from specdec import ops
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import ShapeError, SpecdecError, UnsupportedError
 from specdec.hf import compat, gated_delta, geometry, masks, support
 from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, attending, choose, obstacle
 from specdec.hf.cache import RowCache, RowLayer, check_loadable
@@ -98,6 +99,7 @@ class ModelTarget:
         self._check_rope()
         self._token_type = self._kwargs.get("token_type_ids")
         self.columns: dict[int | None, tuple[int, int]] = {}
+        self._filled, self._tree = False, cast(DraftTree | None, None)
         self._last_lengths = self.cache.lengths
         self._last_visible = torch.zeros(self._batch, 0, 0, dtype=torch.bool)
 
@@ -142,7 +144,10 @@ class ModelTarget:
 
     @torch.no_grad()
     def prefill(self) -> TargetOutput:
-        """Runs the prompt; logits of its last token only."""
+        """Runs the prompt, once; logits of its last token only."""
+        if self._filled:
+            raise SpecdecError("prefill() ran already; a ModelTarget serves one text. Make another for the next.")
+        self._filled = True
         kwargs = dict(self._kwargs)
         given = kwargs.get(compat.CACHE_NAME)
         if given is not None and given.get_seq_length() > 0:
@@ -162,8 +167,17 @@ class ModelTarget:
         return self._pack(output, output.logits[:, -1:], features)
 
     def verify(self, tree: DraftTree) -> TargetOutput:
-        """One forward over all nodes of a tree; an earlier one that was not committed is dropped."""
+        """One forward over all nodes of a tree; an earlier one that was not committed is dropped.
+
+        Raises:
+            ShapeError: for a tree of another batch, and parents that do not come before their children.
+            SpecdecError: before `prefill`.
+        """
+        if not self._filled:
+            raise SpecdecError("verify() needs a prompt in the cache; call prefill() first.")
+        topology.require_trees("verify", tree.parents, self._batch)
         self._drop_pending()
+        self._tree = tree
         visible = topology.reach(tree.parents)
         output = self.append(tree.tokens, visible.sum(-1) - 1, visible)
         if self._record is not None and output.features is not None:
@@ -171,7 +185,11 @@ class ModelTarget:
         return output
 
     def commit(self, nodes: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]) -> None:
-        """Keeps a root path and drops the rest of the tree."""
+        """Keeps a root path and drops the rest of the tree; raises `ShapeError` for what is no such path."""
+        if self._tree is None:
+            raise SpecdecError("commit() was called without a tree; call verify() first, and commit once.")
+        topology.require_path("commit", self._tree.parents, nodes, counts)
+        self._tree = None
         if self._record is not None:
             self._record.committed(nodes, counts)
         self.keep(nodes, counts)
@@ -326,7 +344,7 @@ class ModelTarget:
         """Refuses texts that would outgrow the frequencies of some rotary embeddings; see `support.check_rope`."""
         start, most = int(self.next_position.max()), self._generation_config.max_length
         # The last token is never run.
-        longest = None if most is None else start + most - self._input_ids.shape[1] - 1
+        longest = None if most is None else start + math.ceil(most) - self._input_ids.shape[1] - 1
         support.check_rope(self._decoder, start, longest)
 
     def _output_kwargs(self) -> dict[str, Any]:
@@ -352,7 +370,12 @@ class ModelTarget:
 def open_model(
     model: torch.nn.Module, tokens: Int[Tensor, "batch seq"], mask: Bool[Tensor, "batch seq"]
 ) -> ModelTarget:
-    """Binds a model to the tokens marked in `mask` and runs them, repacked with padding on the left."""
+    """Binds a model to the tokens marked in `mask` and runs them, repacked with padding on the left.
+
+    Raises:
+        ShapeError: for a mask that is not boolean or of another shape.
+    """
+    masks.require_mask("open_model", mask, tokens)
     counts = mask.sum(-1)
     width = max(1, int(counts.max()))
     order = mask.to(torch.int64).sort(dim=-1, stable=True).indices[:, -width:]

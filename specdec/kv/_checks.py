@@ -6,16 +6,52 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
+from specdec.ops._checks import whole
 from specdec.protocols import KVCodec
 
 
-def require_fitted(where: str, state: tuple[Tensor, ...]) -> None:
-    """Raises `ShapeError` where a codec that learns from the rows of a prompt was not told what it has learnt."""
-    if not state:
+def require_fitted(where: str, state: Any, rows: Any) -> None:
+    """Raises `ShapeError` where a codec that learns from the rows of a prompt was not told what it learned from these.
+
+    Args:
+        where: the codec.
+        state: what `fit` gave; its first tensor belongs to this codec.
+        rows: the rows, or their codes.
+    """
+    first = state[0] if isinstance(state, (tuple, list)) and state else None
+    if not isinstance(first, Tensor):
         raise ShapeError(
             f"{where} keeps a state for each text: state = codec.fit(rows) of the prompt, then encode(rows, state) and "
             "decode(parts, state)."
         )
+    if first.shape[:-2] != rows.shape[:-2]:
+        raise ShapeError(
+            f"{where}: the state was fitted to {list(first.shape[:-2])} batch rows and heads, got {list(rows.shape)}."
+        )
+
+
+def require_prompt(where: str, rows: Any, real: Any) -> None:
+    """Raises `ShapeError` for what nothing can be learned from."""
+    require_rows(where, rows)
+    if rows.dim() != 4 or 0 in rows.shape:
+        raise ShapeError(f"{where}: fit takes rows [batch, heads, slots, dim] of a prompt, got {list(rows.shape)}.")
+    wanted = [rows.shape[0], rows.shape[2]]
+    fits = isinstance(real, Tensor) and real.dtype == torch.bool and list(real.shape) == wanted
+    if real is not None and not fits:
+        came = f"{real.dtype} {list(real.shape)}" if isinstance(real, Tensor) else type(real).__name__
+        raise ShapeError(f"{where}: real must be boolean {wanted}, True where a slot is no padding, got {came}.")
+
+
+def require_width(where: str, dim: Any) -> None:
+    """Raises `ShapeError` for what is no number of channels."""
+    if not whole(dim, least=1):
+        raise ShapeError(f"{where}: dim must be a whole number above 0, got {dim!r}.")
+
+
+def require_floating(where: str, dtype: Any) -> None:
+    """Raises `UnsupportedError` for what rows cannot be decoded to."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise UnsupportedError(f"{where}: dtype must be one of floating-point numbers, got {dtype!r}.")
 
 
 def require_codec(where: str, codec: Any) -> None:

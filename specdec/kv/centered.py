@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.kv._checks import require_codec, require_fitted
+from specdec.kv._checks import require_codec, require_fitted, require_floating, require_prompt, require_rows
 from specdec.protocols import KVCodec
 
 
@@ -42,6 +42,7 @@ class Centered:
         self, rows: Float[Tensor, "batch heads slots dim"], real: Bool[Tensor, "batch slots"] | None = None
     ) -> tuple[Tensor, ...]:
         """The mean `[batch, heads, 1, dim]`, and what `inner` learns from centred rows."""
+        require_prompt("Centered", rows, real)
         exact = rows.float()
         if real is None:
             mean = exact.mean(2, keepdim=True)
@@ -52,12 +53,15 @@ class Centered:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """The centred rows, encoded."""
-        require_fitted("Centered", state)
+        require_rows("Centered", rows)
+        require_fitted("Centered", state, rows)
         return self.inner.encode(rows.float() - state[0], state[1:])
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """The decoded rows plus the mean."""
-        require_fitted("Centered", state)
-        return (self.inner.decode(parts, state[1:], torch.float32) + state[0]).to(dtype)
+        require_floating("Centered", dtype)
+        rows = self.inner.decode(parts, state[1:], torch.float32)
+        require_fitted("Centered", state, rows)
+        return (rows + state[0]).to(dtype)

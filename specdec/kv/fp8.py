@@ -8,7 +8,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
-from specdec.kv._checks import require_fitted, require_parts, require_rows
+from specdec.kv._checks import (
+    require_fitted,
+    require_floating,
+    require_parts,
+    require_prompt,
+    require_rows,
+    require_width,
+)
 from specdec.ops.quantize import LARGEST_E4M3, to_e4m3, to_fp8
 
 _HEADROOM = 2.0  # rows of a text may exceed those of its prompt; the range of a float costs no precision
@@ -37,6 +44,7 @@ class FP8:
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, scales of tokens included, for rows of `dim` numbers."""
+        require_width("FP8", dim)
         return 8 + 32 / dim if self.scale == "token" else 8.0
 
     def fit(
@@ -45,6 +53,7 @@ class FP8:
         """With one scale per head: that scale `[batch, heads, 1, 1]`."""
         if self.scale == "token":
             return ()
+        require_prompt("FP8(scale='head')", rows, real)
         exact = rows.float().abs()
         if real is not None:
             exact = exact.masked_fill(~real[:, None, :, None], 0)
@@ -55,7 +64,7 @@ class FP8:
         """Codes `[..., dim]`, and scales `[..., 1]` unless one per head was fitted."""
         require_rows("FP8", rows)
         if self.scale == "head":
-            require_fitted("FP8(scale='head')", state)
+            require_fitted("FP8(scale='head')", state, rows)
             return (to_e4m3(rows.float() / state[0]),)
         return to_fp8(rows)
 
@@ -63,8 +72,9 @@ class FP8:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales."""
-        if self.scale == "head":
-            require_fitted("FP8(scale='head')", state)
+        require_floating("FP8", dtype)
         require_parts("FP8", parts, (torch.uint8, torch.float8_e4m3fn), 0 if self.scale == "head" else 1)
+        if self.scale == "head":
+            require_fitted("FP8(scale='head')", state, parts[0])
         scales = state[0] if self.scale == "head" else parts[1]
         return (parts[0].view(torch.float8_e4m3fn).float() * scales).to(dtype)

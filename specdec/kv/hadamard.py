@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.kv._checks import require_codec
+from specdec.kv._checks import require_codec, require_floating, require_rows
 from specdec.ops.hadamard import hadamard
 from specdec.protocols import KVCodec
 
@@ -43,14 +43,17 @@ class Hadamard:
         self, rows: Float[Tensor, "batch heads slots dim"], real: Bool[Tensor, "batch slots"] | None = None
     ) -> tuple[Tensor, ...]:
         """What `inner` learns from rotated rows."""
+        require_rows("Hadamard", rows)
         return self.inner.fit(hadamard(rows), real)
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """The rotated rows, encoded."""
+        require_rows("Hadamard", rows)
         return self.inner.encode(hadamard(rows), state)
 
     def decode(
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """The decoded rows, rotated back."""
+        require_floating("Hadamard", dtype)
         return hadamard(self.inner.decode(parts, state, torch.promote_types(dtype, torch.float32))).to(dtype)

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.kv._checks import require_parts, require_rows
+from specdec.kv._checks import require_floating, require_parts, require_rows, require_width
 from specdec.ops.quantize import from_int4, to_int4
 
 
@@ -57,10 +57,12 @@ class Int4:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales plus zero points."""
+        require_floating("Int4", dtype)
         require_parts("Int4", parts, (torch.uint8,), 2)
         return from_int4(*parts).to(dtype)
 
     def _check(self, dim: int) -> None:
+        require_width("Int4", dim)
         if dim % 2:
             raise ShapeError(f"Int4: two numbers share a byte, so rows cannot have {dim} of them; use Int8 for these.")
         if dim % self.group:

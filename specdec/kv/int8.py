@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.kv._checks import require_parts, require_rows
+from specdec.kv._checks import require_floating, require_parts, require_rows, require_width
 from specdec.ops.quantize import to_int8
 
 
@@ -24,6 +24,7 @@ class Int8:
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, scales included, for rows of `dim` numbers."""
+        require_width("Int8", dim)
         return 8 + 32 / dim
 
     def fit(
@@ -41,6 +42,7 @@ class Int8:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times scales."""
+        require_floating("Int8", dtype)
         require_parts("Int8", parts, (torch.int8,), 1)
         codes, scales = parts
         return (codes * scales).to(dtype)

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError
-from specdec.kv._checks import require_parts, require_rows
+from specdec.kv._checks import require_floating, require_parts, require_rows, require_width
 from specdec.ops.quantize import NVFP4_GROUP, from_nvfp4, to_nvfp4
 
 
@@ -41,11 +41,13 @@ class NVFP4:
         self, parts: tuple[Tensor, ...], state: tuple[Tensor, ...] = (), dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "*lead dim"]:
         """Codes times both scales."""
+        require_floating("NVFP4", dtype)
         require_parts("NVFP4", parts, (torch.uint8,), 2)
         return from_nvfp4(*parts).to(dtype)
 
 
 def _check(dim: int) -> None:
+    require_width("NVFP4", dim)
     if dim % NVFP4_GROUP:
         raise ShapeError(
             f"NVFP4: rows of {dim} numbers have no whole blocks of {NVFP4_GROUP}; use Int8 for this model."

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from specdec.kv._checks import require_rows, require_width
+
 
 @dataclass(frozen=True, slots=True)
 class Plain:
@@ -18,6 +20,7 @@ class Plain:
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, for rows of `dim` numbers of `dtype`."""
+        require_width("Plain", dim)
         return 8.0 * dtype.itemsize
 
     def fit(
@@ -28,6 +31,7 @@ class Plain:
 
     def encode(self, rows: Float[Tensor, "*lead dim"], state: tuple[Tensor, ...] = ()) -> tuple[Tensor, ...]:
         """The rows."""
+        require_rows("Plain", rows)
         return (rows,)
 
     def decode(

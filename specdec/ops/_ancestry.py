@@ -3,6 +3,8 @@
 Bit `j % 64` of word `j // 64` of node i is set iff i sees column j. `specdec.trees.topology` hands these functions on.
 """
 
+from functools import lru_cache
+
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -34,10 +36,28 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
     demand = demands("ancestor_matrix")
     demand(parents.dim() == 2, f"parents must be [batch, nodes], got {list(parents.shape)}; one tree is a batch of one")
     demand(parents.dtype == torch.int64, f"parents must be int64, got {parents.dtype}")
+    require_order("ancestor_matrix", parents)
+    return reach(parents)
+
+
+def require_order(op: str, parents: Int[Tensor, "batch nodes"]) -> None:
+    """Raises `ShapeError` unless parents come before their children; looked at where that is free."""
     if legible(parents):
         ordered = bool(((parents >= -1) & (parents < torch.arange(parents.shape[1]))).all())
-        demand(ordered, f"a parent must come before its children, and -1 stands for none; got {parents.tolist()}")
-    return reach(parents)
+        message = f"a parent must come before its children, and -1 stands for none; got {parents.tolist()}"
+        demands(op)(ordered, message)
+
+
+@lru_cache(maxsize=64)
+def _later(nodes: int, words: int) -> Int[Tensor, "nodes words"]:
+    """The bits of a node's mask that stand for nodes behind it, and for none."""
+    return ~pack(torch.ones(1, nodes, words * WORD, dtype=torch.bool).tril())[0]
+
+
+def require_ancestors(op: str, ancestors: Int[Tensor, "batch nodes words"]) -> None:
+    """Raises `ShapeError` if a node has a later one among its ancestors; looked at where that is free."""
+    if ancestors.numel() and legible(ancestors) and bool((ancestors & _later(*ancestors.shape[1:])).any()):
+        raise ShapeError(f"{op}: ancestors must stand before a node or be itself; ops.tree_layout makes their masks.")
 
 
 def reach(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch nodes nodes"]:

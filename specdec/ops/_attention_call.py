@@ -120,7 +120,7 @@ class AttentionCall:
             demand(came == shape, f"{name} must be a tensor {shape}, got {came}")
         demand(
             blocks is None or (blocks.dim() == 2 and blocks.shape[0] == batch),
-            f"blocks must be [{batch}, blocks per row]",
+            f"blocks must be [{batch}, blocks per row], got {list(blocks.shape) if blocks is not None else None}",
         )
         for name, given in (("lengths", self.lengths), ("starts", self.starts), ("depths", depths), ("blocks", blocks)):
             integers = given is None or not (given.is_floating_point() or given.dtype == torch.bool)
@@ -161,9 +161,11 @@ class AttentionCall:
         if self.starts is not None and batch and legible(self.starts, self.lengths):
             inside = bool(((self.starts >= 0) & (self.starts <= self.lengths)).all())
             demand(inside, f"starts must be from 0 to lengths, got {self.starts.tolist()}")
-        if blocks is not None and blocks.numel() and legible(blocks):
-            first, last = int(blocks.min()), int(blocks.max())
-            demand(first >= 0 and last < keys.shape[0], f"blocks {first} to {last} are not among {keys.shape[0]} pages")
+        if blocks is not None and blocks.numel() and legible(blocks, self.lengths):
+            used = torch.arange(blocks.shape[1]) * keys.shape[2] < self.lengths[:, None] + pending
+            pages = blocks[used]
+            inside = bool(((pages >= 0) & (pages < keys.shape[0])).all())
+            demand(inside, f"blocks in use must be among {keys.shape[0]} pages, got {blocks.tolist()}")
         return AttentionShape(
             batch=batch,
             heads=heads,

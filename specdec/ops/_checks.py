@@ -91,6 +91,21 @@ def legible(*given: Tensor) -> bool:
     return all(each.device.type == "cpu" for each in given) and not torch.compiler.is_compiling()
 
 
+def within(op: str, name: str, given: Tensor, least: int, most: int, why: str) -> None:
+    """Raises `ShapeError` unless all of some integers are from `least` to `most`; looked at where that is free."""
+    if given.numel() and legible(given):
+        low, high = int(given.min()), int(given.max())
+        if low < least or high > most:
+            raise ShapeError(f"{op}: {name} must be {least} to {most} ({why}), got {low} to {high}.")
+
+
+def sizes(op: str, most: dict[str, int], **given: Any) -> None:
+    """Raises `UnsupportedError` unless arguments are whole numbers from 1 to what there may be at most."""
+    for name, size in given.items():
+        if not whole(size, least=1) or size > most[name]:
+            raise UnsupportedError(f"{op}: {name} must be 1 to {most[name]}, got {size!r}.")
+
+
 def number(given: Any) -> bool:
     """Whether an argument is a single finite number, of numpy's too; True and False are none."""
     real = type(given) in (int, float) or (type(given) is not bool and isinstance(given, Real))  # the first is quick

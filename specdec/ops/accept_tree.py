@@ -14,8 +14,8 @@ from torch import Tensor
 
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
-from specdec.ops._ancestry import WORD, unpack
-from specdec.ops._checks import record_of, tensors
+from specdec.ops._ancestry import WORD, require_order, unpack
+from specdec.ops._checks import demands, legible, record_of, tensors, within
 from specdec.ops._dispatch import Impl
 
 
@@ -24,7 +24,8 @@ class TextState:
     """What is committed, on the device; `accept_tree` writes into these int64 tensors.
 
     Attributes:
-        tokens: committed tokens of each row, the prompt first; more room behind them.
+        tokens: committed tokens of each row, the prompt first; behind them room for what is committed, of which a GPU
+            keeps what there is room for.
         lengths: how many of them are committed.
         cached: slots of the key/value cache that are committed; all tokens but the last have one.
         positions: position of the last committed token.
@@ -72,7 +73,8 @@ def accept_tree(
 
     Raises:
         ShapeError: for shapes that do not belong together, dtypes that are not int64, or a state whose rows are
-            not contiguous.
+            not contiguous; on a CPU also for nodes, depths and lengths that are not there, and a text without room for
+            what may be committed.
         UnsupportedError: if `impl="triton"` cannot run here.
 
     Example:
@@ -117,10 +119,26 @@ def accept_tree(
             )
         if name.startswith("state.") and given.shape[-1] > 1 and given.stride(-1) != 1:
             raise ShapeError(f"accept_tree: {name} must lie in order in memory, got strides {given.stride()}.")
+    _look(parents, num_nodes, depths, state)
     kernel = _dispatch.choose("accept_tree", impl, tokens.device)
     run = _reference if kernel is None else kernel.launch
     answer: tuple[Tensor, Tensor, Tensor] = run(tokens, parents, num_nodes, visible, depths, chosen, state, stops)
     return answer
+
+
+def _look(parents: Tensor, num_nodes: Tensor, depths: Tensor, state: TextState) -> None:
+    """Raises for numbers that mean nothing, where looking at them is free."""
+    (batch, nodes), room = parents.shape, state.tokens.shape[1]
+    if not batch or not nodes or not legible(parents, num_nodes, depths, state.lengths, state.remaining):
+        return
+    within("accept_tree", "num_nodes", num_nodes, 0, nodes, "nodes of a row")
+    within("accept_tree", "depths", depths, 0, nodes - 1, "from the root on; ops.tree_layout tells them")
+    demand = demands("accept_tree")
+    demand(int(state.remaining.min()) >= 0, f"state.remaining must be 0 or more, got {state.remaining.tolist()}")
+    within("accept_tree", "state.lengths", state.lengths, 0, room, "slots of state.tokens")
+    require_order("accept_tree", parents.masked_fill(torch.arange(nodes) >= num_nodes[:, None], -1))
+    longest = state.lengths + torch.minimum(state.remaining, depths.amax(1) + 1)
+    within("accept_tree", "what may be committed", longest, 0, room, "slots of state.tokens; it needs more room")
 
 
 def _reference(

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._ancestry import unpack
-from specdec.ops._checks import demands, tensors
+from specdec.ops._ancestry import require_ancestors, unpack
+from specdec.ops._checks import demands, tensors, within
 
 
 def causal_conv_tree(
@@ -47,7 +47,7 @@ def causal_conv_tree(
         impl: which implementation runs; see `specdec.ops`. Both compute in float32 (float64 if the inputs are).
 
     Raises:
-        ShapeError: for shapes that do not belong together.
+        ShapeError: for shapes that do not belong together, and on a CPU for counts that are not there.
         UnsupportedError: for another activation, or if `impl="triton"` cannot run here.
 
     Example:
@@ -87,7 +87,7 @@ def conv_fold(
         counts: how many of them count; 0 leaves a history as it is.
 
     Raises:
-        ShapeError: for shapes that do not belong together.
+        ShapeError: for shapes that do not belong together, and on a CPU for counts that are not there.
 
     Example:
         >>> import torch
@@ -141,10 +141,11 @@ def _check(
     """Raises for arguments that do not belong together."""
     demand = demands("causal_conv_tree")
     demand(inputs.dim() == 3, f"inputs must be [batch, nodes, channels], got {list(inputs.shape)}")
+    demand(inputs.is_floating_point(), f"inputs must hold floating-point numbers, got {inputs.dtype}")
     batch, nodes, channels = inputs.shape
     demand(
-        weight.dim() == 2 and weight.shape[0] == channels,
-        f"weight must be [{channels}, taps], got {list(weight.shape)}",
+        weight.dim() == 2 and weight.shape[0] == channels and weight.shape[1] > 0,
+        f"weight must be [{channels}, 1 or more taps], got {list(weight.shape)}",
     )
     taps = weight.shape[1]
     demand(
@@ -154,6 +155,7 @@ def _check(
     words = [batch, nodes, -(-nodes // 64)]
     demand(list(ancestors.shape) == words, f"ancestors must be {words}, got {list(ancestors.shape)}")
     demand(ancestors.dtype == torch.int64, f"ancestors must be int64, got {ancestors.dtype}")
+    require_ancestors("causal_conv_tree", ancestors)
     demand(bias is None or list(bias.shape) == [channels], f"bias must be [{channels}]")
     demand((path is None) == (counts is None), "path and counts come together")
     if path is not None and counts is not None:
@@ -175,3 +177,4 @@ def _check_path(name: str, path: Tensor, counts: Tensor, batch: int, channels: i
         raise ShapeError(f"{name}: path must be [{batch}, kept, {channels}], got {list(path.shape)}.")
     if list(counts.shape) != [batch] or counts.dtype != torch.int64:
         raise ShapeError(f"{name}: counts must be int64 [{batch}], got {counts.dtype} {list(counts.shape)}.")
+    within(name, "counts", counts, 0, path.shape[1], "nodes of the path")

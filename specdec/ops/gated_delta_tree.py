@@ -26,8 +26,8 @@ from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._ancestry import unpack
-from specdec.ops._checks import demands, record_of, tensors
+from specdec.ops._ancestry import require_ancestors, unpack
+from specdec.ops._checks import demands, flags, number, record_of, tensors, within
 
 EPSILON = 1e-6
 """What the models add to the square of a key's or query's length before they divide by it."""
@@ -60,6 +60,12 @@ class DeltaRecord:
     def along(self, nodes: Int[Tensor, "batch path"]) -> "DeltaRecord":
         """The record of some nodes, such as a path, in their order; indices below 0 are read as 0."""
         tensors("DeltaRecord.along", {"nodes": nodes})
+        batch, count = self.decays.shape[:2]
+        if nodes.dim() != 2 or nodes.shape[0] != batch or nodes.dtype != torch.int64:
+            raise ShapeError(
+                f"DeltaRecord.along: nodes must be int64 [{batch}, path], got {nodes.dtype} {list(nodes.shape)}."
+            )
+        within("DeltaRecord.along", "nodes", nodes.clamp_min(0), 0, count - 1, "nodes of the record")
         row = torch.arange(nodes.shape[0], device=nodes.device)[:, None]
         return DeltaRecord(*(part[row, nodes.clamp_min(0)] for part in (self.keys, self.updates, self.decays)))
 
@@ -134,8 +140,9 @@ def gated_delta_tree(
         impl: which implementation runs; see `specdec.ops`.
 
     Raises:
-        ShapeError: for shapes that do not belong together.
-        UnsupportedError: for dtypes that no implementation takes, or if `impl="triton"` cannot run here.
+        ShapeError: for shapes that do not belong together; on a CPU also for counts and ancestors that are not there.
+        UnsupportedError: for dtypes that no implementation takes, flags that are neither True nor False, or if
+            `impl="triton"` cannot run here.
 
     Example:
         >>> import torch
@@ -157,9 +164,12 @@ def gated_delta_tree(
     for name, record in (("path", path), ("out", out)):
         if record is not None:
             record_of("gated_delta_tree", name, record, DeltaRecord)
-    scale = max(1, key.shape[-1:].numel()) ** -0.5 if scale is None else scale  # shapes are checked next
+    flags("gated_delta_tree", normalize=normalize, value_first=value_first)
+    if scale is not None and not number(scale):
+        raise ShapeError(f"gated_delta_tree: scale must be a finite number or None, got {scale!r}.")
+    scale = max(1, key.shape[-1:].numel()) ** -0.5 if scale is None else float(scale)  # shapes are checked next
     call = DeltaCall(state, query, key, value, decay, beta, ancestors, path, counts, scale, normalize, value_first, out)
-    _check(call)
+    _check("gated_delta_tree", call)
     kernel = _kernel(call, impl)
     if kernel is not None:
         output, parts = kernel.launch(call, _parts(path), _parts(out))
@@ -191,13 +201,15 @@ def gated_delta_fold(
         impl: which implementation runs; see `specdec.ops`.
 
     Raises:
-        ShapeError: for shapes that do not belong together.
-        UnsupportedError: for dtypes that no implementation takes, or if `impl="triton"` cannot run here.
+        ShapeError: for shapes that do not belong together; on a CPU also for counts and ancestors that are not there.
+        UnsupportedError: for dtypes that no implementation takes, flags that are neither True nor False, or if
+            `impl="triton"` cannot run here.
     """
     tensors("gated_delta_fold", {"state": state, "counts": counts})
     record_of("gated_delta_fold", "path", path, DeltaRecord)
+    flags("gated_delta_fold", value_first=value_first)
     call = DeltaCall(state, None, None, None, None, None, None, path, counts, 1.0, False, value_first, None)
-    _check(call)
+    _check("gated_delta_fold", call)
     kernel = _kernel(call, impl)
     if kernel is not None:
         kernel.launch(call, _parts(path), _parts(None))
@@ -290,13 +302,13 @@ def _verify(call: DeltaCall) -> tuple[Tensor, DeltaRecord]:
     return output.to(given.value.dtype), DeltaRecord(given.key, updates, path_decay)
 
 
-def _check(call: DeltaCall) -> None:
+def _check(op: str, call: DeltaCall) -> None:
     """Raises for arguments that do not belong together."""
-    demand = demands("gated_delta")
+    demand = demands(op)
     state = call.state
     demand(state.dim() == 4, f"state must be [batch, heads, key_dim, value_dim], got {list(state.shape)}")
     if state.dtype not in STATES:
-        raise UnsupportedError(f"gated_delta: a state holds float64, float32, float16 or bfloat16, got {state.dtype}.")
+        raise UnsupportedError(f"{op}: a state holds float64, float32, float16 or bfloat16, got {state.dtype}.")
     (batch, heads), sizes = state.shape[:2], list(state.shape[2:])
     key_dim, value_dim = sizes[::-1] if call.value_first else sizes
     demand((call.path is None) == (call.counts is None), "path and counts come together")
@@ -314,26 +326,30 @@ def _check(call: DeltaCall) -> None:
         }
         tensors |= {name: getattr(given, name) for name in shapes}
         for name, wanted in shapes.items():
-            demand(list(tensors[name].shape) == wanted, f"{name} must be {wanted}, got {list(tensors[name].shape)}")
+            came = list(tensors[name].shape)
+            demand(came == wanted, f"{name} must be {wanted} for a state {list(state.shape)}, got {came}")
         demand(key_heads > 0 and heads % key_heads == 0, f"{heads} value heads cannot share {key_heads} key heads")
         demand(given.ancestors.dtype == torch.int64, f"ancestors must be int64, got {given.ancestors.dtype}")
+        require_ancestors(op, given.ancestors)
     for name, record in (("path", call.path), ("out", call.out)):
         if record is not None:
-            _check_record(name, record, batch, heads, value_dim, key_dim)
+            _check_record(f"{op}: {name}", record, batch, heads, value_dim, key_dim)
             tensors |= {f"{name}.{part}": getattr(record, part) for part in ("keys", "updates", "decays")}
     if call.counts is not None:
         demand(list(call.counts.shape) == [batch], f"counts must be [{batch}], got {list(call.counts.shape)}")
         demand(call.counts.dtype == torch.int64, f"counts must be int64, got {call.counts.dtype}")
         tensors["counts"] = call.counts
+        kept: Any = call.path
+        within(op, "counts", call.counts, 0, kept.decays.shape[1], "nodes of the path")
     for name, tensor in tensors.items():
         demand(tensor.device == state.device, f"{name} must be on {state.device} like the state, got {tensor.device}")
 
 
-def _check_record(name: str, record: DeltaRecord, batch: int, heads: int, value_dim: int, key_dim: int) -> None:
-    """Raises unless a record fits a state."""
+def _check_record(place: str, record: DeltaRecord, batch: int, heads: int, value_dim: int, key_dim: int) -> None:
+    """Raises unless a record fits a state; `place` is the op and the argument."""
     nodes, key_heads = record.keys.shape[1:3] if record.keys.dim() == 4 else (0, 0)
     decays = [batch, nodes, heads, *([key_dim] if record.decays.dim() == 4 else [])]
     shapes = [batch, nodes, key_heads, key_dim], [batch, nodes, heads, value_dim], decays
     for part, tensor, wanted in zip(("keys", "updates", "decays"), _parts(record), shapes, strict=True):
         if list(tensor.shape) != wanted:
-            raise ShapeError(f"gated_delta: {name}.{part} must be {wanted}, got {list(tensor.shape)}.")
+            raise ShapeError(f"{place}.{part} must be {wanted}, got {list(tensor.shape)}.")

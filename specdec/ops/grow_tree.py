@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import ShapeError
 from specdec.ops import _dispatch
-from specdec.ops._checks import tensors
+from specdec.ops._checks import sizes, tensors
 
 MOST = {"nodes": 128, "levels": 64, "candidates": 64}
 """Bounds of the arguments: the kernel holds a row's open paths in registers."""
@@ -95,9 +95,7 @@ def _check(tokens: Tensor, scores: Tensor, root: Tensor, limits: Tensor | None, 
             raise ShapeError(f"grow_tree: {name} must be on {tokens.device} like tokens, got {given.device}.")
     if scores.device.type == "cpu" and bool((scores > 0).any()):  # on a GPU, reading them would stall the host
         raise ShapeError("grow_tree: scores must be log-probabilities, at most 0; got some above. Is a .log() missing?")
-    for name, size in (("nodes", nodes), ("levels", levels), ("candidates", candidates)):
-        if not 1 <= size <= MOST[name]:
-            raise UnsupportedError(f"grow_tree: {name} must be 1 to {MOST[name]}, got {size}.")
+    sizes("grow_tree", MOST, nodes=nodes, levels=levels, candidates=candidates)
 
 
 def _reference(

@@ -25,9 +25,9 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import ShapeError
 from specdec.ops import _dispatch
-from specdec.ops._checks import tensors
+from specdec.ops._checks import sizes, tensors, within
 
 MOST = {"nodes": 64, "occurrences": 32, "depth": 32, "longest": 64}
 """Bounds of the arguments: the kernel holds a row's trie in registers."""
@@ -82,8 +82,10 @@ def lookup_tree(
         tensor([5])
     """
     tensors("lookup_tree", {"tokens": tokens, "lengths": lengths}, {"limits": limits})
+    sizes("lookup_tree", MOST, nodes=nodes, longest=longest, occurrences=occurrences)
     depth = min(nodes, MOST["depth"]) if depth is None else depth
-    _check(tokens, lengths, limits, nodes=nodes, longest=longest, occurrences=occurrences, depth=depth)
+    sizes("lookup_tree", MOST, depth=depth)
+    _check(tokens, lengths, limits)
     kernel: Any = _dispatch.choose("lookup_tree", impl, tokens.device)
     draft = _reference if kernel is None or tokens.shape[0] == 0 else kernel.launch
     tree: tuple[Tensor, Tensor, Tensor] = draft(
@@ -92,7 +94,7 @@ def lookup_tree(
     return tree
 
 
-def _check(tokens: Tensor, lengths: Tensor, limits: Tensor | None, **bounds: int) -> None:
+def _check(tokens: Tensor, lengths: Tensor, limits: Tensor | None) -> None:
     """Raises for arguments that do not belong together."""
     if tokens.dim() != 2 or tokens.shape[1] == 0:
         raise ShapeError(f"lookup_tree: tokens must be [batch, 1 or more slots], got {list(tokens.shape)}.")
@@ -106,16 +108,7 @@ def _check(tokens: Tensor, lengths: Tensor, limits: Tensor | None, **bounds: int
             raise ShapeError(f"lookup_tree: {name} must be torch.int64, got {given.dtype}.")
         if given.device != tokens.device:
             raise ShapeError(f"lookup_tree: {name} must be on {tokens.device} like tokens, got {given.device}.")
-    for name, bound in bounds.items():
-        most = MOST[name]
-        if bound < 1 or bound > most:
-            raise UnsupportedError(f"lookup_tree: {name} must be 1 to {most}, got {bound}.")
-    if batch and lengths.device.type == "cpu":  # on a GPU, reading them would stall the host
-        least, most = int(lengths.min()), int(lengths.max())
-        if least < 1 or most > capacity:
-            raise ShapeError(
-                f"lookup_tree: lengths must be 1 to the {capacity} slots of tokens, got {least} to {most}."
-            )
+    within("lookup_tree", "lengths", lengths, 1, capacity, "slots of tokens")
 
 
 def _reference(

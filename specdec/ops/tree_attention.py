@@ -64,7 +64,8 @@ def tree_attention(
         depths: depth of every pending row, of which the queries are the last ones. None says that all pending rows are
             queried and that a node's depth is the number of its ancestors.
         starts: first slot of a batch row that is no padding; None is 0.
-        blocks: page of each run of `page` slots, for a cache in pages.
+        blocks: page of each run of `page` slots, for a cache in pages. Entries behind the last pending row are not
+            read and may say anything, such as -1; on a GPU the others are not checked.
         key_scales: what belongs to codes, shaped like `keys` up to the last dimension. For INT8 or FP8 (E4M3) codes
             the float32 scale of each row `[..., 1]`, alone or in a tuple; for codes of `kv.Int4` its float16 scales and
             zero points `[..., groups]`; for those of `kv.NVFP4` its E4M3 scales `[..., dim / 16]` and the float32 scale
@@ -183,7 +184,7 @@ def _look(op: str, given: dict[str, Any], optional: dict[str, Any], scales: dict
 
 
 def _attend(
-    op: str, given: dict[str, Any], numbers: dict[str, Any], options: dict[str, bool], impl: _dispatch.Impl
+    op: str, given: dict[str, Any], numbers: dict[str, Any], options: dict[str, Any], impl: _dispatch.Impl
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What both ops return, from tensors, numbers and flags by the names of `tree_attention`."""
     flags(op, **options)
@@ -274,5 +275,5 @@ def visible_slots(call: AttentionCall, slots: int) -> Bool[Tensor, "batch rows s
 
 
 def _unpaged(pages: Tensor, blocks: Tensor) -> Tensor:
-    """A cache in pages as `[batch, kv_heads, slots, dim]`."""
-    return pages[blocks].transpose(1, 2).flatten(2, 3)
+    """A cache in pages as `[batch, kv_heads, slots, dim]`; entries of a table that are not in use may say anything."""
+    return pages[blocks.clamp(0, pages.shape[0] - 1)].transpose(1, 2).flatten(2, 3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec.errors import UnsupportedError
 from specdec.ops import _dispatch
-from specdec.ops._checks import demands, legible, several, tensors
+from specdec.ops._checks import demands, flags, legible, several, tensors
 from specdec.ops._stored_rows import PLAIN, form_of
 from specdec.ops.hadamard import hadamard
 from specdec.ops.quantize import NVFP4_GROUP, to_fp8, to_int4, to_int8, to_nvfp4
@@ -54,7 +54,8 @@ def write_rows(
     Raises:
         ShapeError: for shapes that do not belong together, dtypes that are no rows or slots, devices that differ, and,
             on a CPU, slots that are equal.
-        UnsupportedError: for buffers of another form, or if `impl="triton"` cannot run here.
+        UnsupportedError: for buffers of another form, flags that are neither True nor False, or if `impl="triton"`
+            cannot run here.
 
     Example:
         >>> import torch
@@ -68,6 +69,7 @@ def write_rows(
     tensors("write_rows", {"keys": keys, "values": values, "slots": slots})
     several("write_rows", "key_parts", key_parts)
     several("write_rows", "value_parts", value_parts)
+    flags("write_rows", rotate_keys=rotate_keys, rotate_values=rotate_values)
     sides = Side("key", keys, key_parts, rotate_keys), Side("value", values, value_parts, rotate_values)
     _check(sides, slots)
     kernel: Any = _dispatch.choose("write_rows", impl, slots.device)

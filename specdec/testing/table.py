@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specdec.errors import ShapeError
 from specdec.protocols import DraftContext
+from specdec.trees import topology
 from specdec.types import Candidates, DraftTree, Frontier, TargetOutput
 
 
@@ -96,12 +97,11 @@ class TableTarget:
         """
         if self._tree is None:
             raise ShapeError("commit() was called without a tree; call verify() first, and commit once.")
-        tokens, parents = self._tree.tokens.tolist(), self._tree.parents.tolist()
-        for row, (path, count) in enumerate(zip(nodes.tolist(), counts.tolist(), strict=True)):
-            kept = path[:count]
-            if [parents[row][node] for node in kept] != [-1, *kept][:count] or kept[:1] not in ([], [0]):
-                raise ShapeError(f"row {row}: nodes {kept} are not a root path of a tree with parents {parents[row]}.")
-            self.cached[row] += [tokens[row][node] for node in kept]
+        topology.require_path("commit", self._tree.parents, nodes, counts)
+        for row, (tokens, path, count) in enumerate(
+            zip(self._tree.tokens.tolist(), nodes.tolist(), counts.tolist(), strict=True)
+        ):
+            self.cached[row] += [tokens[node] for node in path[:count]]
         self._tree = None
 
     def _output(self, tokens: Int[Tensor, "batch nodes"]) -> TargetOutput:

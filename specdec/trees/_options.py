@@ -8,9 +8,9 @@ from specdec.ops._checks import whole
 
 
 def require_whole(builder: str, **options: Any) -> None:
-    """Raises `UnsupportedError`, a `ValueError`, for the first option that is given and no whole number above zero."""
+    """Raises `UnsupportedError`, a `ValueError`, for the first option that is no whole number above zero."""
     for name, value in options.items():
-        if value is not None and not whole(value, least=1):
+        if not whole(value, least=1):
             raise _refused(builder, name, value, "a whole number above 0")
 
 

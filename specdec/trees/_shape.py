@@ -7,13 +7,14 @@ prefixes. The shape is turned into index tensors once per budget and device; a r
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
+from specdec.ops._checks import whole
 from specdec.trees import topology
 from specdec.types import DraftTree, Frontier
 
@@ -21,8 +22,14 @@ Choices: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 def checked(builder: str, choices: Sequence[Sequence[int]]) -> Choices:
-    """`choices` as tuples, each behind its parent; raises `ValueError` for a set that is no tree."""
-    given = [tuple(choice) for choice in choices]
+    """`choices` as tuples, each behind its parent; raises `UnsupportedError` for a set that is no tree."""
+    came: Any = choices
+    several = isinstance(came, Sequence) and not isinstance(came, str)
+    if not several or not all(isinstance(choice, (tuple, list)) for choice in came):
+        raise UnsupportedError(f"{builder}: choices are tuples of ranks, such as [(0,), (0, 0)], got {choices!r}.")
+    if not all(whole(rank) for choice in choices for rank in choice):
+        raise UnsupportedError(f"{builder}: ranks are whole numbers from 0 (the best child) on, got {choices!r}.")
+    given = [tuple(map(int, choice)) for choice in choices]
     known = set(given)
     if not given or () in known:
         raise UnsupportedError(
@@ -32,8 +39,6 @@ def checked(builder: str, choices: Sequence[Sequence[int]]) -> Choices:
         twice = next(choice for choice in given if given.count(choice) > 1)
         raise UnsupportedError(f"{builder}: choice {twice} stands there twice; every node needs a path of its own.")
     for choice in given:
-        if any(rank < 0 for rank in choice):
-            raise UnsupportedError(f"{builder}: ranks count from 0 (the best child), got {choice}.")
         if len(choice) > 1 and choice[:-1] not in known:
             raise UnsupportedError(f"{builder}: choice {choice} has no parent in the tree; add {choice[:-1]}.")
     # A dict keeps the first place of each path.

@@ -54,7 +54,9 @@ class BestFirst:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        require_whole("BestFirst", nodes=self.nodes, branch=self.branch, depth=self.depth, width=self.width)
+        bounds = {"branch": self.branch, "depth": self.depth, "width": self.width}
+        given = {name: bound for name, bound in bounds.items() if bound is not None}
+        require_whole("BestFirst", nodes=self.nodes, **given)
         require_positive("BestFirst", temperature=self.temperature)
 
     @property

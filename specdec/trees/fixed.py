@@ -24,7 +24,7 @@ class Fixed:
             of worth: a smaller budget keeps the first ones (a parent counts from its first descendant on).
 
     Raises:
-        ValueError: for an empty set, a repeated path, a negative rank or a node whose parent is missing.
+        UnsupportedError: for an empty set, a repeated path, a negative rank or a node whose parent is missing.
 
     Example:
         >>> from specdec import trees

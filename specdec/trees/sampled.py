@@ -11,6 +11,7 @@ over what is left.
 
 from collections.abc import Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -189,6 +190,9 @@ def _draw_children(
 
 def _uniform(branches: Sequence[int]) -> list[tuple[int, ...]]:
     """The shape in which every node of a depth has the same number of children."""
+    given: Any = branches
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise UnsupportedError(f"Sampled: branches are numbers of children, one a level, got {branches!r}.")
     for children in branches:
         require_whole("Sampled", branches=children)
     return [choice for depth in range(len(branches)) for choice in product(*map(range, branches[: depth + 1]))]

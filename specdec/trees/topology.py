@@ -20,6 +20,7 @@ from specdec.ops._ancestry import WORD as WORD
 from specdec.ops._ancestry import ancestor_matrix as ancestor_matrix
 from specdec.ops._ancestry import pack as pack
 from specdec.ops._ancestry import reach as reach
+from specdec.ops._ancestry import require_order as require_order
 from specdec.ops._ancestry import unpack as unpack
 from specdec.types import DraftTree
 
@@ -41,6 +42,33 @@ def widest(counts: Int[Tensor, " batch"], most: int) -> int:
 def narrowest(counts: Int[Tensor, " batch"]) -> int:
     """The smallest of `counts` where it is `readable`, else its bound 0."""
     return int(counts.min()) if readable(counts) else 0
+
+
+def require_trees(place: str, parents: Int[Tensor, "batch nodes"], batch: int) -> None:
+    """Raises `ShapeError` for trees of another batch, or, where it is `readable`, parents behind their children."""
+    if parents.shape[0] != batch:
+        raise ShapeError(f"{place}: expected a tree for each of {batch} texts, got parents {list(parents.shape)}.")
+    require_order(place, parents)
+
+
+def require_path(
+    place: str, parents: Int[Tensor, "batch nodes"], nodes: Int[Tensor, "batch path"], counts: Int[Tensor, " batch"]
+) -> None:
+    """Raises `ShapeError` unless the first `counts[b]` of `nodes[b]` are a path from the root, or none."""
+    batch = parents.shape[0]
+    for name, given, shape in (("nodes", nodes, (batch, *nodes.shape[1:2])), ("counts", counts, (batch,))):
+        if given.shape != shape or given.dtype != torch.int64:
+            raise ShapeError(f"{place}: {name} must be int64 {list(shape)}, got {given.dtype} {list(given.shape)}.")
+    if not readable(parents) or not readable(nodes) or not readable(counts):
+        return
+    for row, (above, path, count) in enumerate(zip(parents.tolist(), nodes.tolist(), counts.tolist(), strict=True)):
+        kept = path[: max(0, count)]
+        inside = len(kept) == count and all(0 <= node < len(above) for node in kept)
+        if not inside or [above[node] for node in kept] != [-1, *kept][:count] or kept[:1] not in ([], [0]):
+            raise ShapeError(
+                f"{place}: row {row}: the first {count} of nodes {path} are not a root path of a tree with parents "
+                f"{above}."
+            )
 
 
 def check(tree: DraftTree) -> None:

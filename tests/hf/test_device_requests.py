@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria
 
 from specdec import SpeculativeGenerator, control, drafters, kv, trees, verify
-from specdec.errors import UnsupportedError
+from specdec.errors import SpecdecError, UnsupportedError
 from specdec.hf import cache as cache_module
 from specdec.hf.round_program import AHEAD, RoundProgram
 from specdec.testing import tiny_model
@@ -38,6 +38,35 @@ def request(prompts: str = "one", **options: Any) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ where a text ends
+
+
+@pytest.mark.parametrize("limit", [{"max_new_tokens": 6.5}, {"max_new_tokens": 6.0}, {"max_length": START + 6.5}])
+def test_a_part_of_a_token_is_a_whole_one(limit: dict[str, Any]) -> None:
+    """As in plain generate; the device ended such a text one token before the host did, which waited for it."""
+    options = {**helpers.batch(helpers.PROMPTS["one"]), **limit}
+    reference = helpers.plain(helpers.model(), **options)
+    helpers.assert_equal(serve(helpers.model(), **options), reference, all_kinds=False)
+
+
+@pytest.mark.parametrize("limit", [float("inf"), float("nan")])
+@pytest.mark.parametrize("execution", ["host", "device"])
+def test_a_text_ends_somewhere(limit: float, execution: Any) -> None:
+    served = SpeculativeGenerator(helpers.model(), execution=execution)
+    with pytest.raises(UnsupportedError, match="length limit of a text must be a finite number of tokens, got"):
+        served.generate(**helpers.batch(helpers.PROMPTS["one"]), max_new_tokens=limit, do_sample=False)
+
+
+def test_a_row_that_the_device_ends_too_early_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for it would take forever."""
+    launch = RoundProgram.launch
+
+    def early(program: RoundProgram) -> None:
+        program.state.remaining.clamp_max_(3)
+        launch(program)
+
+    monkeypatch.setattr(RoundProgram, "launch", early)
+    with pytest.raises(SpecdecError, match="the device ended a row that goes on"):
+        serve(helpers.model(), **request())
 
 
 def test_a_stop_token_at_every_place_of_a_block() -> None:

@@ -77,14 +77,15 @@ class Texts:
         return [int(self._tree.tokens[row, step]) for step in lineage(self._tree, row, node)]
 
     def commit(self, leaves: list[int | None]) -> None:
-        """Keeps the path to one node of each row; None keeps nothing."""
+        """Keeps the path to one node of each row, of a tree or of rows that were appended; None keeps nothing."""
         assert self._tree is not None
         paths = [[] if leaf is None else lineage(self._tree, row, leaf) for row, leaf in enumerate(leaves)]
         width = max(1, *map(len, paths))
         nodes = torch.tensor([path + [-1] * (width - len(path)) for path in paths])
         for row, leaf in enumerate(leaves):
             self.texts[row] += [] if leaf is None else self.path(row, leaf)
-        self.target.commit(nodes, torch.tensor([len(path) for path in paths]))
+        keep = self.target.commit if self.target._tree is not None else self.target.keep
+        keep(nodes, torch.tensor([len(path) for path in paths]))
 
 
 def draft(seed: int, sizes: list[int], style: str = "any") -> DraftTree:

@@ -241,3 +241,43 @@ def test_a_codec_that_learns_from_a_prompt_asks_for_what_it_learnt(codec: KVCode
     for call in (lambda: codec.encode(rows), lambda: codec.decode(parts)):
         with pytest.raises(ShapeError, match=r"state = codec\.fit\(rows\)"):
             call()
+
+
+@pytest.mark.parametrize("codec", [kv.FP8(scale="head"), kv.Centered(kv.Int8())], ids=str)
+def test_what_was_learnt_belongs_to_one_batch(codec: KVCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+    unchecked(monkeypatch, sys.modules[type(codec).__module__])
+    two, one = torch.randn(2, 2, 5, 8), torch.randn(1, 2, 5, 8)
+    state = codec.fit(two)
+    parts = codec.encode(two, state)
+    for call in (lambda: codec.encode(one, state), lambda: codec.decode(tuple(part[:1] for part in parts), state)):
+        with pytest.raises(ShapeError, match=r"the state was fitted to \[2, 2\] batch rows and heads, got \[1, 2"):
+            call()
+    with pytest.raises(ShapeError, match=r"state = codec\.fit\(rows\)"):
+        codec.encode(two, (1, 2))
+    for rows in (two[:, :, :0], two[0]):
+        with pytest.raises(ShapeError, match="fit takes rows"):
+            codec.fit(rows)
+    for real in (torch.ones(2, 5), torch.ones(2, 4, dtype=torch.bool), [True]):
+        with pytest.raises(ShapeError, match=r"real must be boolean \[2, 5\]"):
+            codec.fit(two, real)
+
+
+@pytest.mark.parametrize("codec", [kv.Int8(), kv.FP8(), kv.Int4(), kv.NVFP4(), kv.Hadamard(kv.Int8())], ids=str)
+@pytest.mark.parametrize("kind", [torch.int32, torch.bool, "float16", None])
+def test_rows_are_decoded_to_floating_point_numbers(codec: KVCodec, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = codec.encode(ROWS)
+    unchecked(monkeypatch, sys.modules[type(codec).__module__])
+    with pytest.raises(UnsupportedError, match="dtype must be one of floating-point numbers"):
+        codec.decode(parts, dtype=kind)
+
+
+@pytest.mark.parametrize("codec", [*CODECS.values(), kv.Plain()], ids=str)
+@pytest.mark.parametrize("dim", [0, -16, 16.0, True, "16"])
+def test_channels_are_counted(codec: KVCodec, dim: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    while codec is not None:
+        unchecked(monkeypatch, sys.modules[type(codec).__module__])
+        outer, codec = codec, getattr(codec, "inner", None)
+    if isinstance(outer, kv.FP8) and outer.scale == "head":
+        return
+    with pytest.raises(ShapeError, match="dim must be a whole number above 0"):
+        outer.bits_per_element(dim)

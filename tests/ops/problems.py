@@ -95,6 +95,8 @@ def problem(
         for name in ("keys", "values"):
             runs = call[name].unflatten(2, (-1, page)).transpose(1, 2).flatten(0, 1)
             call[name] = torch.empty_like(runs).index_copy_(0, order, runs)
+        unused = torch.arange(slots // page) * page >= call["lengths"][:, None] + nodes
+        call["blocks"] = call["blocks"].masked_fill(unused, random.Random(seed).choice([-1, 10**6]))
     return Problem(tree, call, (keys, values))
 
 

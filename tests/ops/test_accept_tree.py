@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import inspect
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -25,6 +26,14 @@ kernel = pytest.mark.skipif(not ops.available("accept_tree", "cpu")[0], reason="
 both = pytest.mark.parametrize("impl", ["reference", pytest.param("triton", marks=kernel)])
 VOCAB = 1000
 """Above every token of a random tree."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _unlooked() -> Iterator[None]:
+    """Without the look at numbers that a CPU has (`test_contents.py`): GPUs have none, and stay within the text."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["specdec.ops.accept_tree"], "_look", lambda *tensors: None)  # noqa: ARG005 - the look's
+        yield
 
 
 def call_for(

@@ -122,7 +122,7 @@ def test_wrong_arguments_are_caught(name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"weight": torch.zeros(5, 4)}, r"weight must be \[2, taps\]"),
+        ({"weight": torch.zeros(5, 4)}, r"weight must be \[2, 1 or more taps\]"),
         ({"history": torch.zeros(1, 2, 2)}, r"history must be \[1, 2, 3 or more"),
         ({"ancestors": torch.zeros(1, 3, 1)}, "must be int64"),
         ({"path": torch.zeros(1, 1, 2)}, "come together"),

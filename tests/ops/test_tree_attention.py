@@ -360,12 +360,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "blocks must be int32 or int64, got torch.uint8",
     ),
     "a page that is not there": (
-        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, -1]])},
-        "blocks -1 to 4 are not among 6 pages",
+        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, -1, 4]])},
+        "blocks in use must be among 6 pages",
     ),
     "a page behind the last": (
-        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 2], [3, 4, 6]])},
-        "blocks 0 to 6 are not among 6 pages",
+        {"keys": PAGES, "values": PAGES, "blocks": torch.tensor([[0, 1, 6], [3, 4, 5]])},
+        "blocks in use must be among 6 pages",
     ),
 }
 

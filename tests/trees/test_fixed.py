@@ -1,5 +1,6 @@
 """Trees of a fixed shape."""
 
+import inspect
 import random
 from collections.abc import Callable
 
@@ -8,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.errors import UnsupportedError
 from specdec.protocols import TreeBuilder
-from specdec.trees import Fixed, topology
+from specdec.trees import Fixed, Sampled, _shape, topology
 from specdec.types import DraftTree
 from tests.trees.lattice import Lattice, Path, grown_as_on_an_accelerator, same_tree
 from tests.trees.random_trees import caught, paths
@@ -151,12 +153,26 @@ def test_grows_outside_inference_mode_after_growing_inside() -> None:
         ([()], "non-empty tuple"),
         ([(0,), (1, 0)], r"\(1, 0\) has no parent in the tree; add \(1,\)"),
         ([(0,), (0, 0), (0,)], r"\(0,\) stands there twice"),
-        ([(-1,)], "ranks count from 0"),
+        ([(-1,)], "ranks are whole numbers from 0"),
+        ([(0.0,)], r"ranks are whole numbers from 0 .*got \[\(0\.0,\)\]"),
+        ([("a",)], "ranks are whole numbers"),
+        ([(True,)], "ranks are whole numbers"),
+        ([0, 1], r"choices are tuples of ranks, .*got \[0, 1\]"),
+        ("ab", "choices are tuples of ranks"),
+        (None, "choices are tuples of ranks, .*got None"),
     ],
 )
 def test_choices_are_checked(choices: list[Path], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Fixed(choices)
+    with pytest.raises(UnsupportedError, match=message):
+        inspect.unwrap(_shape.checked)("Fixed", choices)  # the type hook of the tests would come first
+
+
+def test_choices_are_checked_where_a_tree_is_made() -> None:
+    with pytest.raises(UnsupportedError, match="Fixed: ranks are whole numbers"):
+        Fixed([(-1,)])
+    with pytest.raises(UnsupportedError, match="Sampled: ranks are whole numbers"):
+        Sampled(choices=[(-1,)])
+    assert Fixed([(0,), (0, 1)]).choices == ((0,), (0, 1))
 
 
 def test_is_a_tree_builder() -> None:

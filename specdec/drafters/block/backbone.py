@@ -259,6 +259,8 @@ class BlockBackbone(nn.Module):
         tensors("extend", {"features": features, "counts": counts})
         width, windows = self.fc.in_features, tuple(layer.window for layer in context.layers)
         batch = context.lengths.shape[0]
+        if counts.dtype not in (torch.int64, torch.int32):
+            raise ShapeError(f"extend: counts must hold integers, got {counts.dtype}.")
         if features.shape[::2] != (batch, width) or counts.shape != (batch,):
             states = f"{len(self.spec.feature_layers)} states of {self.spec.feature_size} numbers side by side"
             raise ShapeError(

@@ -72,6 +72,8 @@ class BlockModel(BlockBackbone, Borrower):
         self.check_complete()
         tensors("slots", {"anchors": anchors})
         require_context("slots", context)
+        if anchors.dtype not in (torch.int64, torch.int32):
+            raise ShapeError(f"slots: anchors must be token ids, int64 or int32, got {anchors.dtype}.")
         if not whole(rows) or self.spec.slots(rows) < 1 or anchors.shape != context.lengths.shape:
             raise ShapeError(
                 f"slots: anchors {list(anchors.shape)} and {rows!r} rows for a context of batch "

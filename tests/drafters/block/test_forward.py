@@ -237,6 +237,10 @@ def test_by_hand_mistakes_are_told(tmp_path: Path) -> None:
             call()
     with pytest.raises(ShapeError, match="slots: anchors must be a tensor, got int"):
         slots(model, 3, kept, 4)
+    with pytest.raises(ShapeError, match=r"slots: anchors must be token ids, int64 or int32, got torch\.bool"):
+        slots(model, two > 0, kept, 4)
+    with pytest.raises(ShapeError, match=r"extend: counts must hold integers, got torch\.float32"):
+        extend(model, model.context(2), features, two.float())
     bare = drafters.BlockModel(model.spec)
     with pytest.raises(UnsupportedError, match=r"no embedding of its own; take the target's: model.borrow\(target\)"):
         bare.slots(torch.tensor([3]), bare.context(), 4)
