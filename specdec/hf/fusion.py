@@ -1,4 +1,4 @@
-"""What `torch.compile` makes of a twin: sums join the operators before them, `topk` sorts, Inductor fuses the rest."""
+"""What `torch.compile` makes of a twin: sums move into the operators before them, the rest is fused by Inductor."""
 
 import operator
 from collections.abc import Callable
@@ -13,8 +13,6 @@ OPTIONS = {"combo_kernels": True, "benchmark_combo_kernel": True}
 RESIDUAL = {"specdec.skinny_linear": 3, "specdec.rms_norm": 2}
 """Operators that can add a residual to what they return, and which argument that is."""
 
-WIDEST = 256
-"""Numbers of a row up to which sorting is how its best are found."""
 
 IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor"}
 """Functions of `operator` that write to their first argument."""
@@ -29,7 +27,6 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def backend(module: fx.GraphModule, inputs: list[Any]) -> Any:
     """What `torch.compile` calls with a graph."""
     add_residuals(module)
-    sort_narrow(module)
     return lowered(module, inputs)
 
 
@@ -71,47 +68,6 @@ def add_residuals(module: fx.GraphModule) -> int:
             break
     module.recompile()
     return count
-
-
-def sort_narrow(module: fx.GraphModule) -> int:
-    """Lets `topk` of narrow rows, as a router has them, be a sort, of which the best are kept; returns how many are.
-
-    Inductor leaves `topk` to two kernels that are made for wide rows, and fuses a sort with what is before it. Of equal
-    numbers the first ones are the best ones.
-    """
-    count = 0
-    for node in list(module.graph.nodes):
-        given, best = _best(node)
-        if given is None or not all(user.target is operator.getitem for user in node.users):
-            continue
-        with module.graph.inserting_before(node):
-            ordered = module.graph.call_function(torch.sort, (given,), {"stable": True, "dim": -1, "descending": True})
-            for user in list(node.users):
-                part = module.graph.call_function(operator.getitem, (ordered, user.args[1]))
-                kept = module.graph.call_method("narrow", (part, -1, 0, best))
-                whole = module.graph.call_method("contiguous", (kept,))
-                whole.meta = dict(user.meta)
-                user.replace_all_uses_with(whole)
-                module.graph.erase_node(user)
-        module.graph.erase_node(node)
-        count += 1
-    module.recompile()
-    return count
-
-
-def _best(node: fx.Node) -> tuple[fx.Node | None, int]:
-    """What a node finds the largest numbers of, along its last and narrow dimension, and how many; else None."""
-    function = node.op == "call_function" and node.target is torch.topk
-    method = node.op == "call_method" and node.target == "topk"
-    names = ("input", "k", "dim", "largest", "sorted")
-    asked = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
-    given: Any = asked.get("input")
-    value = given.meta.get("example_value") if (function or method) and isinstance(given, fx.Node) else None
-    if not isinstance(value, Tensor) or not asked.keys() <= set(names) or not asked.get("largest", True):
-        return None, 0
-    last = value.dim() > 0 and asked.get("dim", -1) in (-1, value.dim() - 1)
-    narrow = last and 1 < value.shape[-1] <= WIDEST
-    return (given, asked["k"]) if narrow and isinstance(asked["k"], int) else (None, 0)
 
 
 def _writes(node: fx.Node) -> bool:
