@@ -51,7 +51,7 @@ class CombinedDrafter:
         if not drafters:
             raise UnsupportedError("CombinedDrafter needs at least one drafter, got none.")
         for drafter in drafters:
-            if not isinstance(drafter, Drafter):
+            if isinstance(drafter, type) or not isinstance(drafter, Drafter):
                 raise UnsupportedError(f"CombinedDrafter takes drafters (specdec.protocols.Drafter), got {drafter!r}.")
         if len({id(drafter) for drafter in drafters}) < len(drafters):
             raise UnsupportedError("the same drafter was given twice: it would see every token twice. Build two.")

@@ -1,5 +1,6 @@
 """Merging sources: one scale, duplicates joined, features handed to those who asked for them."""
 
+import inspect
 import math
 
 import pytest
@@ -283,5 +284,7 @@ def test_what_is_no_drafter_is_refused():
         CombinedDrafter()
     with pytest.raises(TypeError):  # under test, the annotation is checked first
         CombinedDrafter(PromptLookupDrafter(), 3)
+    with pytest.raises(UnsupportedError, match=r"takes drafters .*got <class"):
+        inspect.unwrap(CombinedDrafter.__init__)(object.__new__(CombinedDrafter), PromptLookupDrafter)
     with pytest.raises(UnsupportedError, match="Build two"):
         CombinedDrafter(*[PromptLookupDrafter()] * 2)
