@@ -8,7 +8,6 @@ change the result.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from specdec.drafters import BlockModel, FeatureModel
 from specdec.errors import UnsupportedError
 from specdec.kv import KVCacheConfig
+from specdec.ops._checks import number, whole
 from specdec.protocols import TreeBuilder
 
 
@@ -234,7 +234,7 @@ def with_stop_strings(kwargs: dict[str, Any], own: Any, tokenizer: PreTrainedTok
 def tree_budget(tree: TreeBuilder, num_draft_tokens: Any) -> int:
     """Nodes of a call, root excluded; raises `UnsupportedError` for a budget that the tree does not have."""
     nodes = tree.nodes if num_draft_tokens is None else num_draft_tokens
-    if isinstance(nodes, bool) or not isinstance(nodes, Integral) or not 0 <= int(nodes) <= tree.nodes:
+    if not whole(nodes) or int(nodes) > tree.nodes:
         raise UnsupportedError(
             f"num_draft_tokens={num_draft_tokens!r} must be a whole number in 0..{tree.nodes}, the budget of {tree!r}; "
             "give the generator a larger tree for more."
@@ -261,7 +261,7 @@ def longest_text(limit: Any) -> int:
     Raises:
         UnsupportedError: for what is no number that a text can reach.
     """
-    if isinstance(limit, bool) or not isinstance(limit, Real) or not math.isfinite(limit):
+    if not number(limit):
         raise UnsupportedError(f"the length limit of a text must be a finite number of tokens, got {limit!r}.")
     return math.ceil(float(limit))
 

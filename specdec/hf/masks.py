@@ -11,17 +11,10 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from specdec.errors import ShapeError, UnsupportedError
+from specdec.errors import UnsupportedError
 from specdec.hf import compat
 
 BOOLEAN, ADDITIVE = "sdpa", "eager"
-
-
-def require_mask(place: str, mask: Any, tokens: Tensor) -> None:
-    """Raises `ShapeError` for what does not say of each token whether it is one."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens.shape:
-        came = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ShapeError(f"{place}: mask must be boolean {list(tokens.shape)} like tokens, got {came}.")
 
 
 def check_attention(config: Any) -> None:

@@ -22,6 +22,7 @@ from specdec.hf.attention import CONTEXT, Attention, Columns, TreeContext, atten
 from specdec.hf.cache import RowCache, RowLayer, check_loadable
 from specdec.hf.features import FeatureRecord, hidden_states, joined
 from specdec.kv import KVCacheConfig
+from specdec.ops._checks import booleans
 from specdec.trees import topology
 from specdec.types import CommittedRows, DraftTree, TargetOutput
 
@@ -99,7 +100,7 @@ class ModelTarget:
         self._check_rope()
         self._token_type = self._kwargs.get("token_type_ids")
         self.columns: dict[int | None, tuple[int, int]] = {}
-        self._filled, self._tree = False, cast(DraftTree | None, None)
+        self._tree: DraftTree | None = None
         self._last_lengths = self.cache.lengths
         self._last_visible = torch.zeros(self._batch, 0, 0, dtype=torch.bool)
 
@@ -145,9 +146,8 @@ class ModelTarget:
     @torch.no_grad()
     def prefill(self) -> TargetOutput:
         """Runs the prompt, once; logits of its last token only."""
-        if self._filled:
+        if self.lengths.numel():
             raise SpecdecError("prefill() ran already; a ModelTarget serves one text. Make another for the next.")
-        self._filled = True
         kwargs = dict(self._kwargs)
         given = kwargs.get(compat.CACHE_NAME)
         if given is not None and given.get_seq_length() > 0:
@@ -173,9 +173,9 @@ class ModelTarget:
             ShapeError: for a tree of another batch, and parents that do not come before their children.
             SpecdecError: before `prefill`.
         """
-        if not self._filled:
+        if not self.lengths.numel():
             raise SpecdecError("verify() needs a prompt in the cache; call prefill() first.")
-        topology.require_trees("verify", tree.parents, self._batch)
+        topology.require_trees("verify", tree, self._batch)
         self._drop_pending()
         self._tree = tree
         visible = topology.reach(tree.parents)
@@ -189,7 +189,6 @@ class ModelTarget:
         if self._tree is None:
             raise SpecdecError("commit() was called without a tree; call verify() first, and commit once.")
         topology.require_path("commit", self._tree.parents, nodes, counts)
-        self._tree = None
         if self._record is not None:
             self._record.committed(nodes, counts)
         self.keep(nodes, counts)
@@ -281,7 +280,7 @@ class ModelTarget:
         self._drop_pending()
 
     def _drop_pending(self) -> None:
-        self.cache.pending = 0
+        self.cache.pending, self._tree = 0, None
         self._pending_depths = self._pending_depths[:, :0]
 
     def plain_columns(self, row: int, node: int) -> tuple[Tensor, ...]:
@@ -375,7 +374,7 @@ def open_model(
     Raises:
         ShapeError: for a mask that is not boolean or of another shape.
     """
-    masks.require_mask("open_model", mask, tokens)
+    booleans("open_model", "mask", mask, list(tokens.shape), "True for tokens that count")
     counts = mask.sum(-1)
     width = max(1, int(counts.max()))
     order = mask.to(torch.int64).sort(dim=-1, stable=True).indices[:, -width:]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.ops._checks import whole
+from specdec.ops._checks import booleans, described, whole
 from specdec.protocols import KVCodec
 
 
@@ -35,11 +35,8 @@ def require_prompt(where: str, rows: Any, real: Any) -> None:
     require_rows(where, rows)
     if rows.dim() != 4 or 0 in rows.shape:
         raise ShapeError(f"{where}: fit takes rows [batch, heads, slots, dim] of a prompt, got {list(rows.shape)}.")
-    wanted = [rows.shape[0], rows.shape[2]]
-    fits = isinstance(real, Tensor) and real.dtype == torch.bool and list(real.shape) == wanted
-    if real is not None and not fits:
-        came = f"{real.dtype} {list(real.shape)}" if isinstance(real, Tensor) else type(real).__name__
-        raise ShapeError(f"{where}: real must be boolean {wanted}, True where a slot is no padding, got {came}.")
+    if real is not None:
+        booleans(where, "real", real, [rows.shape[0], rows.shape[2]], "True where a slot is no padding")
 
 
 def require_width(where: str, dim: Any) -> None:
@@ -63,8 +60,8 @@ def require_codec(where: str, codec: Any) -> None:
 def require_rows(where: str, rows: Any) -> None:
     """Raises `ShapeError` for what cannot be encoded."""
     if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.dim() == 0:
-        came = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise ShapeError(f"{where}: rows must be a tensor [..., dim] of floating-point numbers, got {came}.")
+        wanted = "a tensor [..., dim] of floating-point numbers"
+        raise ShapeError(f"{where}: rows must be {wanted}, got {described(rows)}.")
 
 
 def require_parts(where: str, parts: Any, codes: tuple[torch.dtype, ...], others: int) -> None:

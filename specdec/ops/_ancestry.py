@@ -10,7 +10,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from specdec.errors import ShapeError
-from specdec.ops._checks import demands, legible, tensors
+from specdec.ops._checks import demands, legible, tensors, within
 
 WORD = 64
 
@@ -40,8 +40,11 @@ def ancestor_matrix(parents: Int[Tensor, "batch nodes"]) -> Bool[Tensor, "batch 
     return reach(parents)
 
 
-def require_order(op: str, parents: Int[Tensor, "batch nodes"]) -> None:
-    """Raises `ShapeError` unless parents come before their children; looked at where that is free."""
+def require_order(op: str, parents: Int[Tensor, "batch nodes"], num_nodes: Int[Tensor, " batch"] | None = None) -> None:
+    """Raises `ShapeError` unless the nodes in use are there and behind their parents; looked at where that is free."""
+    if num_nodes is not None and legible(parents, num_nodes):
+        within(op, "num_nodes", num_nodes, 0, parents.shape[1], "nodes of a row")
+        parents = parents.masked_fill(torch.arange(parents.shape[1]) >= num_nodes[:, None], -1)
     if legible(parents):
         ordered = bool(((parents >= -1) & (parents < torch.arange(parents.shape[1]))).all())
         message = f"a parent must come before its children, and -1 stands for none; got {parents.tolist()}"

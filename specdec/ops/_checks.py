@@ -86,6 +86,17 @@ def device_named(op: str, given: Any) -> torch.device:
     return device
 
 
+def booleans(op: str, name: str, given: Any, shape: list[int], meaning: str) -> None:
+    """Raises `ShapeError` unless an argument is a boolean tensor of a shape; `meaning` is what True stands for."""
+    if not isinstance(given, Tensor) or given.dtype != torch.bool or list(given.shape) != shape:
+        raise ShapeError(f"{op}: {name} must be boolean {shape}, {meaning}, got {described(given)}.")
+
+
+def described(given: Any) -> str:
+    """What came, in an error: dtype and shape of a tensor, the type of anything else."""
+    return f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else _kind(given)
+
+
 def legible(*given: Tensor) -> bool:
     """Whether numbers can be looked at: neither must the host wait for a device nor a graph be broken."""
     return all(each.device.type == "cpu" for each in given) and not torch.compiler.is_compiling()

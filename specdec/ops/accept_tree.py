@@ -131,12 +131,11 @@ def _look(parents: Tensor, num_nodes: Tensor, depths: Tensor, state: TextState) 
     (batch, nodes), room = parents.shape, state.tokens.shape[1]
     if not batch or not nodes or not legible(parents, num_nodes, depths, state.lengths, state.remaining):
         return
-    within("accept_tree", "num_nodes", num_nodes, 0, nodes, "nodes of a row")
     within("accept_tree", "depths", depths, 0, nodes - 1, "from the root on; ops.tree_layout tells them")
     demand = demands("accept_tree")
     demand(int(state.remaining.min()) >= 0, f"state.remaining must be 0 or more, got {state.remaining.tolist()}")
     within("accept_tree", "state.lengths", state.lengths, 0, room, "slots of state.tokens")
-    require_order("accept_tree", parents.masked_fill(torch.arange(nodes) >= num_nodes[:, None], -1))
+    require_order("accept_tree", parents, num_nodes)
     longest = state.lengths + torch.minimum(state.remaining, depths.amax(1) + 1)
     within("accept_tree", "what may be committed", longest, 0, room, "slots of state.tokens; it needs more room")
 

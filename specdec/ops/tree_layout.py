@@ -11,7 +11,7 @@ from torch import Tensor
 from specdec.errors import ShapeError
 from specdec.ops import _dispatch
 from specdec.ops._ancestry import pack, reach, require_order
-from specdec.ops._checks import legible, tensors, within
+from specdec.ops._checks import tensors
 from specdec.ops._dispatch import Impl
 
 
@@ -49,9 +49,7 @@ def tree_layout(
         )
     if parents.dtype != torch.int64 or num_nodes.dtype != torch.int64:
         raise ShapeError(f"tree_layout: takes int64 tensors, got {parents.dtype} and {num_nodes.dtype}.")
-    within("tree_layout", "num_nodes", num_nodes, 0, parents.shape[1], "nodes of a row")
-    if legible(parents, num_nodes):
-        require_order("tree_layout", parents.masked_fill(torch.arange(parents.shape[1]) >= num_nodes[:, None], -1))
+    require_order("tree_layout", parents, num_nodes)
     kernel = _dispatch.choose("tree_layout", impl, parents.device)
     answer: tuple[Tensor, Tensor] = (_reference if kernel is None else kernel.launch)(parents, num_nodes)
     return answer

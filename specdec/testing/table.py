@@ -82,10 +82,7 @@ class TableTarget:
             ShapeError: for a tree that a model could not run.
         """
         self._check_ids(tree.tokens)
-        before = torch.arange(tree.width, device=tree.parents.device)
-        inner = tree.valid & (before > 0)
-        if bool((inner & ((tree.parents < 0) | (tree.parents >= before))).any()):
-            raise ShapeError(f"every node needs a parent before it, got parents {tree.parents.tolist()}.")
+        topology.require_trees("verify", tree, len(self._prompt))
         self._tree = tree
         return self._output(tree.tokens)
 

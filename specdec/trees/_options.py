@@ -1,10 +1,9 @@
 """Checks of builder options."""
 
-from numbers import Real
 from typing import Any
 
 from specdec.errors import UnsupportedError
-from specdec.ops._checks import whole
+from specdec.ops._checks import number, whole
 
 
 def require_whole(builder: str, **options: Any) -> None:
@@ -17,8 +16,8 @@ def require_whole(builder: str, **options: Any) -> None:
 def require_positive(builder: str, **options: Any) -> None:
     """Raises `UnsupportedError`, a `ValueError`, for the first option that is no number above zero."""
     for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, Real) or not float(value) > 0:
-            raise _refused(builder, name, value, "a number above 0")
+        if not number(value) or not value > 0:
+            raise _refused(builder, name, value, "a finite number above 0")
 
 
 def _refused(builder: str, name: str, value: Any, expected: str) -> UnsupportedError:

@@ -20,7 +20,6 @@ from specdec.ops._ancestry import WORD as WORD
 from specdec.ops._ancestry import ancestor_matrix as ancestor_matrix
 from specdec.ops._ancestry import pack as pack
 from specdec.ops._ancestry import reach as reach
-from specdec.ops._ancestry import require_order as require_order
 from specdec.ops._ancestry import unpack as unpack
 from specdec.types import DraftTree
 
@@ -44,11 +43,18 @@ def narrowest(counts: Int[Tensor, " batch"]) -> int:
     return int(counts.min()) if readable(counts) else 0
 
 
-def require_trees(place: str, parents: Int[Tensor, "batch nodes"], batch: int) -> None:
-    """Raises `ShapeError` for trees of another batch, or, where it is `readable`, parents behind their children."""
+def require_trees(place: str, tree: DraftTree, batch: int) -> None:
+    """Raises `ShapeError` for trees of another batch, and, if `readable`, for nodes without a parent before them."""
+    parents = tree.parents
     if parents.shape[0] != batch:
         raise ShapeError(f"{place}: expected a tree for each of {batch} texts, got parents {list(parents.shape)}.")
-    require_order(place, parents)
+    if readable(parents):
+        index = torch.arange(tree.width)
+        lost = (parents < 0) | (parents >= index)
+        if bool((lost & tree.valid & (index > 0)).any()):
+            raise ShapeError(
+                f"{place}: every node needs a parent before it (parents[i] < i), got parents {parents.tolist()}."
+            )
 
 
 def require_path(
@@ -82,9 +88,8 @@ def check(tree: DraftTree) -> None:
         raise ShapeError(
             f"num_nodes must lie in 1..{tree.width} (the root is always there), got {tree.num_nodes.tolist()}."
         )
+    require_trees("check", tree, parents.shape[0])
     inner = valid & (index > 0)
-    if bool((inner & ((parents < 0) | (parents >= index))).any()):
-        raise ShapeError(f"every node needs a parent before it (parents[i] < i), got parents {parents.tolist()}.")
     if bool((~inner & (parents != -1)).any()):
         raise ShapeError(f"the root and padding must have parent -1, got parents {parents.tolist()}.")
     twins = (parents[:, :, None] == parents[:, None, :]) & (tree.tokens[:, :, None] == tree.tokens[:, None, :])

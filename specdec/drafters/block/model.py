@@ -12,6 +12,7 @@ from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import ShapeError, UnsupportedError
 from specdec.ops._checks import tensors, whole
+from specdec.trees._options import require_whole
 
 
 class BlockModel(BlockBackbone, Borrower):
@@ -52,8 +53,7 @@ class BlockModel(BlockBackbone, Borrower):
 
     def context(self, batch: int = 1) -> BlockContext:
         """An empty context for a batch of so many texts; raises `UnsupportedError` for what is no such number."""
-        if not whole(batch, least=1):
-            raise UnsupportedError(f"context: batch must be a whole number above 0, got {batch!r}.")
+        require_whole("context", batch=batch)
         return BlockContext(self.spec.windows, batch, self.norm.weight.device)
 
     def slots(

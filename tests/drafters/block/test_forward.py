@@ -229,7 +229,7 @@ def test_by_hand_mistakes_are_told(tmp_path: Path) -> None:
         with pytest.raises(ShapeError, match="expected as many anchors, and 2 rows or more"):
             model.slots(anchors, kept, rows)
     for batch in (0, -1, 1.5, True, "x"):
-        with pytest.raises(UnsupportedError, match="batch must be a whole number above 0"):
+        with pytest.raises(UnsupportedError, match=r"context\(batch=.*\): expected a whole number above 0"):
             inspect.unwrap(drafters.BlockModel.context)(model, batch)  # the type hook of the tests would come first
     slots, extend = (inspect.unwrap(getattr(drafters.BlockModel, name)) for name in ("slots", "extend"))
     for call in (lambda: slots(model, two, None, 4), lambda: extend(model, model.spec, features, two)):
