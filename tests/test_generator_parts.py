@@ -11,8 +11,8 @@ from transformers import MaxTimeCriteria, TopKLogitsWarper
 from specdec import Candidates, ShapeError, SpeculativeGenerator, UnsupportedError, control, drafters, trees, verify
 from specdec.hf import arguments
 from specdec.hf.arguments import check_part
+from specdec.ops._checks import require_whole
 from specdec.protocols import Controller, Drafter, TreeBuilder, Verifier
-from specdec.trees._options import require_whole
 from tests import helpers
 
 PROTOCOLS = {"tree": TreeBuilder, "drafter": Drafter, "verifier": Verifier, "controller": Controller}

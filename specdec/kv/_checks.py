@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.ops._checks import booleans, described, whole
+from specdec.ops._checks import booleans, described
 from specdec.protocols import KVCodec
 
 
@@ -37,12 +37,6 @@ def require_prompt(where: str, rows: Any, real: Any) -> None:
         raise ShapeError(f"{where}: fit takes rows [batch, heads, slots, dim] of a prompt, got {list(rows.shape)}.")
     if real is not None:
         booleans(where, "real", real, [rows.shape[0], rows.shape[2]], "True where a slot is no padding")
-
-
-def require_width(where: str, dim: Any) -> None:
-    """Raises `ShapeError` for what is no number of channels."""
-    if not whole(dim, least=1):
-        raise ShapeError(f"{where}: dim must be a whole number above 0, got {dim!r}.")
 
 
 def require_floating(where: str, dtype: Any) -> None:

@@ -8,14 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import UnsupportedError
-from specdec.kv._checks import (
-    require_fitted,
-    require_floating,
-    require_parts,
-    require_prompt,
-    require_rows,
-    require_width,
-)
+from specdec.kv._checks import require_fitted, require_floating, require_parts, require_prompt, require_rows
+from specdec.ops._checks import require_whole
 from specdec.ops.quantize import LARGEST_E4M3, to_e4m3, to_fp8
 
 _HEADROOM = 2.0  # rows of a text may exceed those of its prompt; the range of a float costs no precision
@@ -44,7 +38,7 @@ class FP8:
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, scales of tokens included, for rows of `dim` numbers."""
-        require_width("FP8", dim)
+        require_whole("FP8", dim=dim)
         return 8 + 32 / dim if self.scale == "token" else 8.0
 
     def fit(

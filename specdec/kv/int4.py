@@ -8,7 +8,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.kv._checks import require_floating, require_parts, require_rows, require_width
+from specdec.kv._checks import require_floating, require_parts, require_rows
+from specdec.ops._checks import require_whole
 from specdec.ops.quantize import from_int4, to_int4
 
 
@@ -62,7 +63,7 @@ class Int4:
         return from_int4(*parts).to(dtype)
 
     def _check(self, dim: int) -> None:
-        require_width("Int4", dim)
+        require_whole("Int4", dim=dim)
         if dim % 2:
             raise ShapeError(f"Int4: two numbers share a byte, so rows cannot have {dim} of them; use Int8 for these.")
         if dim % self.group:

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.kv._checks import require_floating, require_parts, require_rows, require_width
+from specdec.kv._checks import require_floating, require_parts, require_rows
+from specdec.ops._checks import require_whole
 from specdec.ops.quantize import to_int8
 
 
@@ -24,7 +25,7 @@ class Int8:
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, scales included, for rows of `dim` numbers."""
-        require_width("Int8", dim)
+        require_whole("Int8", dim=dim)
         return 8 + 32 / dim
 
     def fit(

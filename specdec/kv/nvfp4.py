@@ -7,7 +7,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from specdec.errors import ShapeError
-from specdec.kv._checks import require_floating, require_parts, require_rows, require_width
+from specdec.kv._checks import require_floating, require_parts, require_rows
+from specdec.ops._checks import require_whole
 from specdec.ops.quantize import NVFP4_GROUP, from_nvfp4, to_nvfp4
 
 
@@ -47,7 +48,7 @@ class NVFP4:
 
 
 def _check(dim: int) -> None:
-    require_width("NVFP4", dim)
+    require_whole("NVFP4", dim=dim)
     if dim % NVFP4_GROUP:
         raise ShapeError(
             f"NVFP4: rows of {dim} numbers have no whole blocks of {NVFP4_GROUP}; use Int8 for this model."

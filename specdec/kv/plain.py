@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from specdec.kv._checks import require_rows, require_width
+from specdec.kv._checks import require_rows
+from specdec.ops._checks import require_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,7 @@ class Plain:
 
     def bits_per_element(self, dim: int, dtype: torch.dtype = torch.bfloat16) -> float:
         """Bits of a stored number, for rows of `dim` numbers of `dtype`."""
-        require_width("Plain", dim)
+        require_whole("Plain", dim=dim)
         return 8.0 * dtype.itemsize
 
     def fit(

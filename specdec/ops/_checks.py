@@ -129,6 +129,24 @@ def whole(given: Any, least: int = 0) -> bool:
     return integral and int(given) >= least
 
 
+def require_whole(place: str, **options: Any) -> None:
+    """Raises `UnsupportedError`, a `ValueError`, for the first option that is no whole number above zero."""
+    for name, value in options.items():
+        if not whole(value, least=1):
+            raise _refused(place, name, value, "a whole number above 0")
+
+
+def require_positive(place: str, **options: Any) -> None:
+    """Raises `UnsupportedError`, a `ValueError`, for the first option that is no number above zero."""
+    for name, value in options.items():
+        if not number(value) or not value > 0:
+            raise _refused(place, name, value, "a finite number above 0")
+
+
+def _refused(place: str, name: str, value: Any, expected: str) -> UnsupportedError:
+    return UnsupportedError(f"{place}({name}={value!r}): expected {expected}.")
+
+
 def _no_tensor(op: str, name: str, given: Any, besides: str = "") -> ShapeError:
     """The error for an argument that is no tensor."""
     way = "it cannot be left out" if given is None else "torch.as_tensor makes one of numbers, lists and arrays"

@@ -18,9 +18,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from specdec.ops._checks import require_positive, require_whole
 from specdec.protocols import Drafter
 from specdec.trees import topology
-from specdec.trees._options import require_positive, require_whole
 from specdec.types import DraftTree, Frontier
 
 

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from specdec.ops._checks import require_whole
 from specdec.protocols import Drafter
 from specdec.trees import topology
-from specdec.trees._options import require_whole
 from specdec.types import DraftTree, Frontier
 
 

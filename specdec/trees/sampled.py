@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from specdec.errors import ShapeError, UnsupportedError
+from specdec.ops._checks import require_whole
 from specdec.protocols import Drafter
 from specdec.trees import _shape, topology
-from specdec.trees._options import require_whole
 from specdec.types import Candidates, DraftTree, Frontier
 
 

@@ -11,8 +11,7 @@ from specdec.drafters.block.heads import CandidateSelector, ConfidenceHead, Mark
 from specdec.drafters.block.spec import BlockSpec
 from specdec.drafters.shortlist import Shortlist
 from specdec.errors import ShapeError, UnsupportedError
-from specdec.ops._checks import tensors, whole
-from specdec.trees._options import require_whole
+from specdec.ops._checks import require_whole, tensors, whole
 
 
 class BlockModel(BlockBackbone, Borrower):
